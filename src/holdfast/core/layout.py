@@ -1,0 +1,185 @@
+"""The layout: what the state is and how it is cut, in O(tensors + ranks), the same document for all ranks in the usual case.
+
+A tensor is either *placed* (its global shape, a mesh and what each mesh dimension does with it: any reader computes where
+any rank's piece lies) or *per rank* (every rank wrote its own, and that rank's file says in which shape). Of a placed
+tensor that several ranks hold, one copy is written; which one is spread over the copies by bytes and recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from holdfast.core.boxes import REPLICATE, Mesh, Placement, Shape
+from holdfast.core.documents import Fields, Json, canonical, digest, parse
+from holdfast.core.safetensors import ITEM_SIZE
+from holdfast.errors import CorruptCheckpoint
+
+FORMAT, VERSION = "holdfast-layout", 1
+
+MAX_RANKS = 1 << 20
+MAX_DIMENSIONS = 64
+"""torch's own limit on the dimensions of a tensor."""
+
+_STORED_AS = {"C128": "F64"}
+"""safetensors has no complex128: its parts are stored as float64 with a last dimension of 2."""
+
+
+def item_size(dtype: str) -> int:
+    return 16 if dtype == "C128" else ITEM_SIZE[dtype]
+
+
+def stored_as(dtype: str, shape: Shape) -> tuple[str, Shape]:
+    """How a tensor of this dtype stands in a safetensors header."""
+    return (_STORED_AS[dtype], (*shape, 2)) if dtype in _STORED_AS else (dtype, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSlot:
+    """Of which optimizer, parameter and key a tensor is the state."""
+
+    optimizer: str
+    param: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of the state. `shape` and `placement` are None for a per-rank tensor."""
+
+    dtype: str
+    shape: Shape | None
+    placement: Placement | None
+    replica: int = 0
+    slot: OptimizerSlot | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All tensors by clean name; `aliases` maps further names of tied parameters to the one they are stored under."""
+
+    world_size: int
+    tensors: Mapping[str, TensorSpec]
+    aliases: Mapping[str, str]
+
+    @cached_property
+    def encoded(self) -> bytes:
+        placements: dict[Placement, int] = {}
+        for spec in self.tensors.values():
+            if spec.placement is not None:
+                placements.setdefault(spec.placement, len(placements))
+        return canonical(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "world_size": self.world_size,
+                "placements": [_placement_to_json(p) for p in placements],
+                "tensors": {name: _spec_to_json(spec, placements) for name, spec in self.tensors.items()},
+                "aliases": dict(self.aliases),
+            }
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        return digest(self.encoded)
+
+    @classmethod
+    def parse(cls, data: bytes, what: str) -> Layout:
+        """Read a layout of unknown origin.
+
+        Raises:
+            CorruptCheckpoint: it contradicts itself, or a later version wrote it.
+        """
+        fields = Fields(parse(data, what), what)
+        fields.expect("format", FORMAT)
+        fields.expect("version", VERSION, hint="; it was written by another version of Holdfast")
+        world_size = fields.count("world_size", MAX_RANKS)
+        placements = [_placement_from_json(p, world_size, what) for p in fields.get("placements", list)]
+        tensors = {
+            name: _spec_from_json(value, placements, f"{what}: tensor {name!r}")
+            for name, value in fields.get("tensors", dict).items()
+        }
+        aliases = fields.get("aliases", dict)
+        for alias, name in aliases.items():
+            if name not in tensors or alias in tensors:
+                raise CorruptCheckpoint(f"{what}: alias {alias!r} of {name!r}, which is no tensor of its own")
+        return cls(world_size, tensors, aliases)
+
+
+def spread_replicas(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """Choose for every tensor with several copies the one that is written, so that each copy's ranks write the same.
+
+    The largest first, each to the copy that has the fewest bytes so far: a function of the layout alone, so that all ranks
+    find the same without asking.
+    """
+    load: dict[Placement, list[int]] = {}
+    chosen = dict(tensors)
+    sizes = {name: item_size(t.dtype) * prod(t.shape) for name, t in tensors.items() if t.shape is not None}
+    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
+        spec = tensors[name]
+        if spec.placement is None or spec.placement.replicas == 1:
+            continue
+        loads = load.setdefault(spec.placement, [0] * spec.placement.replicas)
+        replica = loads.index(min(loads))
+        loads[replica] += sizes[name]
+        chosen[name] = TensorSpec(spec.dtype, spec.shape, spec.placement, replica, spec.slot)
+    return chosen
+
+
+def _placement_to_json(placement: Placement) -> Json:
+    mesh = placement.mesh
+    ranks = None if mesh.ranks == tuple(range(len(mesh.ranks))) else list(mesh.ranks)
+    dims = ["R" if d == REPLICATE else d for d in placement.dims]
+    return {"mesh": list(mesh.shape), "ranks": ranks, "dims": dims}
+
+
+def _placement_from_json(document: Json, world_size: int, what: str) -> Placement:
+    fields = Fields(document, f"{what}: placement")
+    shape = fields.counts("mesh", MAX_RANKS)
+    if prod(shape) > world_size:
+        raise CorruptCheckpoint(f"{what}: a mesh of shape {list(shape)} for {world_size} ranks")
+    ranks = tuple(range(prod(shape))) if document.get("ranks") is None else fields.counts("ranks", max(0, world_size - 1))
+    dims = fields.get("dims", list)
+    if not all(d == "R" or (type(d) is int and 0 <= d < MAX_DIMENSIONS) for d in dims):
+        raise CorruptCheckpoint(f"{what}: placement {dims!r:.60} is neither 'R' nor a tensor dimension")
+    try:
+        return Placement(Mesh(shape, ranks), tuple(REPLICATE if d == "R" else d for d in dims))
+    except ValueError as error:
+        raise CorruptCheckpoint(f"{what}: {error}") from error
+
+
+def _spec_to_json(spec: TensorSpec, placements: Mapping[Placement, int]) -> Json:
+    document: dict[str, Json] = {"dtype": spec.dtype}
+    if spec.placement is not None and spec.shape is not None:
+        document |= {"shape": list(spec.shape), "placement": placements[spec.placement], "replica": spec.replica}
+    if spec.slot is not None:
+        document["slot"] = [spec.slot.optimizer, spec.slot.param, spec.slot.key]
+    return document
+
+
+def _spec_from_json(document: Json, placements: list[Placement], what: str) -> TensorSpec:
+    fields = Fields(document, what)
+    dtype = fields.get("dtype", str)
+    if dtype != "C128" and dtype not in ITEM_SIZE:
+        raise CorruptCheckpoint(f"{what}: unknown dtype {dtype!r}")
+    slot = None
+    if "slot" in document:
+        parts = fields.get("slot", list)
+        if len(parts) != 3 or not all(isinstance(p, str) for p in parts):
+            raise CorruptCheckpoint(f"{what}: field 'slot' should name optimizer, parameter and key")
+        slot = OptimizerSlot(*parts)
+    if "placement" not in document:
+        return TensorSpec(dtype, None, None, 0, slot)
+    shape = fields.counts("shape")
+    index = fields.count("placement")
+    if index >= len(placements):
+        raise CorruptCheckpoint(f"{what}: placement {index} of {len(placements)}")
+    placement = placements[index]
+    if len(shape) > MAX_DIMENSIONS or any(d != REPLICATE and d >= len(shape) for d in placement.dims):
+        raise CorruptCheckpoint(f"{what}: shape {list(shape)} does not fit placement {index}")
+    replica = fields.count("replica")
+    if replica >= placement.replicas:
+        raise CorruptCheckpoint(f"{what}: copy {replica} of {placement.replicas}")
+    return TensorSpec(dtype, shape, placement, replica, slot)

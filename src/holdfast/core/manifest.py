@@ -1,0 +1,207 @@
+"""Receipts and manifests: a rank's word that its file is durable, and the table of contents that makes a checkpoint count.
+
+A manifest names the files of exactly one attempt and holds the digest of every receipt; a receipt holds the hash of every
+block of its rank's file and the digest of its layout. So one number, the manifest's digest, identifies every byte of a
+checkpoint. A manifest has no times and no hosts: two committers of the same receipts write the same bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from holdfast.core.documents import Fields, Json, canonical, digest, parse
+from holdfast.core.layout import MAX_RANKS
+from holdfast.errors import CorruptCheckpoint
+
+FORMAT, RECEIPT_FORMAT, VERSION = "holdfast-checkpoint", "holdfast-receipt", 1
+
+MANIFEST_FILE = "manifest.json"
+
+BLOCK = 1 << 20
+"""Bytes per hash. A reader that needs a part of a block reads and checks all of it, so the block is the unit of waste: at
+1 MiB a row range of a large matrix wastes little, and the hashes of a 10 GB file take 330 KB of its receipt."""
+
+_ATTEMPT = re.compile(r"[0-9a-f]{8,32}-[0-9]{1,12}")
+
+
+def attempt_name(nonce: str, save_index: int) -> str:
+    return f"{nonce}-{save_index}"
+
+
+def rank_file(rank: int, attempt: str) -> str:
+    return f"rank-{rank:05d}-{attempt}.safetensors"
+
+
+def receipt_file(rank: int, attempt: str) -> str:
+    return f"rank-{rank:05d}-{attempt}.json"
+
+
+def layout_file(layout_digest: str) -> str:
+    return f"layout-{layout_digest}.json"
+
+
+RANK_NAME = re.compile(r"rank-(\d{5,})-([0-9a-f]{8,32}-\d{1,12})\.(safetensors|json)")
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What one rank wrote in one attempt.
+
+    `plain` is one digest over the tensors that every rank writes for itself: where all ranks' agree, they are copies of each
+    other. `blocks` are xxh3-128 hashes of consecutive pieces of `block_size` bytes of the rank's file.
+    """
+
+    attempt: str
+    run_sequence: int
+    save_index: int
+    step: int
+    rank: int
+    world_size: int
+    layout: str
+    size: int
+    block_size: int
+    blocks: tuple[str, ...]
+    plain: str
+    host: str
+    captured_s: float
+    written_s: float
+
+    def encoded(self) -> bytes:
+        return canonical({"format": RECEIPT_FORMAT, "version": VERSION, **asdict(self), "blocks": list(self.blocks)})
+
+    @classmethod
+    def parse(cls, data: bytes, what: str) -> Receipt:
+        fields = Fields(parse(data, what), what)
+        fields.expect("format", RECEIPT_FORMAT)
+        fields.expect("version", VERSION, hint="; it was written by another version of Holdfast")
+        receipt = cls(
+            attempt=_attempt(fields),
+            run_sequence=fields.count("run_sequence"),
+            save_index=fields.count("save_index"),
+            step=fields.count("step"),
+            rank=fields.count("rank", MAX_RANKS),
+            world_size=fields.count("world_size", MAX_RANKS),
+            layout=fields.digest("layout"),
+            size=fields.count("size"),
+            block_size=fields.count("block_size", 1 << 30),
+            blocks=fields.digests("blocks"),
+            plain=fields.digest("plain"),
+            host=fields.get("host", str),
+            captured_s=fields.get("captured_s", float),
+            written_s=fields.get("written_s", float),
+        )
+        if receipt.block_size == 0 or len(receipt.blocks) != -(-receipt.size // receipt.block_size):
+            raise CorruptCheckpoint(f"{what}: {len(receipt.blocks)} hashes for {receipt.size} bytes")
+        return receipt
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What the committer needs to know of a receipt: it travels through the store, so that nobody has to read it back."""
+
+    rank: int
+    attempt: str
+    step: int
+    layout: str
+    plain: str
+    receipt: str
+
+    @classmethod
+    def of(cls, receipt: Receipt) -> Announcement:
+        return cls(
+            receipt.rank, receipt.attempt, receipt.step, receipt.layout, receipt.plain, digest(receipt.encoded())
+        )
+
+    def encoded(self) -> bytes:
+        return canonical(asdict(self))
+
+    @classmethod
+    def parse(cls, data: bytes, what: str) -> Announcement:
+        fields = Fields(parse(data, what), what)
+        return cls(
+            rank=fields.count("rank", MAX_RANKS),
+            attempt=_attempt(fields),
+            step=fields.count("step"),
+            layout=fields.digest("layout"),
+            plain=fields.digest("plain"),
+            receipt=fields.digest("receipt"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The table of contents of one complete checkpoint.
+
+    `run_sequence` and `save_index` order checkpoints by when they were requested, whatever their step; `plain_equal` says
+    whether the per-rank tensors of all ranks are copies of each other.
+    """
+
+    attempt: str
+    run_sequence: int
+    save_index: int
+    step: int
+    world_size: int
+    layouts: tuple[str, ...]
+    receipts: tuple[str, ...]
+    plain_equal: bool
+
+    @classmethod
+    def of(cls, announcements: Sequence[Announcement], run_sequence: int, save_index: int) -> Manifest:
+        """The manifest of one announcement per rank, in rank order.
+
+        Raises:
+            ValueError: they speak of different attempts or steps; such receipts must never be committed.
+        """
+        first = announcements[0]
+        for rank, a in enumerate(announcements):
+            if a.rank != rank or a.attempt != first.attempt or a.step != first.step:
+                raise ValueError(
+                    f"rank {rank} announced step {a.step} of attempt {a.attempt} as rank {a.rank}, "
+                    f"rank 0 step {first.step} of attempt {first.attempt}"
+                )
+        return cls(
+            attempt=first.attempt,
+            run_sequence=run_sequence,
+            save_index=save_index,
+            step=first.step,
+            world_size=len(announcements),
+            layouts=tuple(sorted({a.layout for a in announcements})),
+            receipts=tuple(a.receipt for a in announcements),
+            plain_equal=len({a.plain for a in announcements}) == 1,
+        )
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.run_sequence, self.save_index
+
+    def encoded(self) -> bytes:
+        document: dict[str, Json] = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return canonical(document | {"layouts": list(self.layouts), "receipts": list(self.receipts)})
+
+    @classmethod
+    def parse(cls, data: bytes, what: str) -> Manifest:
+        fields = Fields(parse(data, what), what)
+        fields.expect("format", FORMAT)
+        fields.expect("version", VERSION, hint="; it was written by another version of Holdfast")
+        manifest = cls(
+            attempt=_attempt(fields),
+            run_sequence=fields.count("run_sequence"),
+            save_index=fields.count("save_index"),
+            step=fields.count("step"),
+            world_size=fields.count("world_size", MAX_RANKS),
+            layouts=fields.digests("layouts"),
+            receipts=fields.digests("receipts"),
+            plain_equal=fields.get("plain_equal", bool),
+        )
+        if manifest.world_size == 0 or len(manifest.receipts) != manifest.world_size or not manifest.layouts:
+            raise CorruptCheckpoint(f"{what}: {len(manifest.receipts)} receipts for {manifest.world_size} ranks")
+        return manifest
+
+
+def _attempt(fields: Fields) -> str:
+    attempt = fields.get("attempt", str)
+    if not _ATTEMPT.fullmatch(attempt):  # it becomes part of file names
+        raise CorruptCheckpoint(f"{fields.what}: {attempt!r:.60} is no attempt")
+    return attempt

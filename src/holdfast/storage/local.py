@@ -1,0 +1,171 @@
+"""A folder of the local (or mounted) file system.
+
+Large files go past the page cache where the file system takes it: a checkpoint is written once and not read back, so
+caching it would only push the training's own pages out and cost a copy. Small files are written beside their final name
+and renamed. Whatever a platform lacks (direct I/O, a folder's fsync) is left out there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+from holdfast.core.safetensors import ALIGNMENT
+from holdfast.errors import CorruptCheckpoint
+from holdfast.storage.base import FileWriter
+
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_BINARY = getattr(os, "O_BINARY", 0)
+
+
+class LocalFolder:
+    """A `Storage` below `root`; touches nothing above it."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).absolute()
+
+    def describe(self) -> str:
+        return str(self.root)
+
+    def create(self, path: str, size: int) -> FileWriter:
+        target = self._inside(path)
+        free = shutil.disk_usage(target.parent).free
+        if free < size:
+            raise OSError(errno.ENOSPC, f"{size - free:,} bytes are missing for a file of {size:,}", str(target))
+        return _Writer(target)
+
+    def put(self, path: str, data: bytes) -> None:
+        target = self._inside(path)
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
+            try:
+                _write_all(descriptor, memoryview(data))
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.replace(temporary, target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        _sync_folder(target.parent)
+
+    def get(self, path: str) -> bytes:
+        return self._inside(path).read_bytes()
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> None:
+        with open(self._inside(path), "rb", buffering=0) as file:
+            file.seek(offset)
+            done = 0
+            while done < len(target):
+                n = file.readinto(target[done:])
+                if not n:
+                    raise EOFError(f"{path} ends at byte {offset + done}, {len(target) - done} bytes too early")
+                done += n
+
+    def size(self, path: str) -> int:
+        return self._inside(path).stat().st_size
+
+    def exists(self, path: str) -> bool:
+        return self._inside(path).exists()
+
+    def names(self, folder: str) -> list[str]:
+        try:
+            return os.listdir(self._inside(folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def make_folder(self, folder: str) -> None:
+        target = self._inside(folder)
+        with contextlib.suppress(FileExistsError):
+            target.mkdir()
+            _sync_folder(target.parent)
+
+    def remove(self, path: str) -> None:
+        self._inside(path).unlink(missing_ok=True)
+
+    def remove_folder(self, folder: str) -> None:
+        # On NFS a file that somebody still reads stays behind under a `.nfs` name for a while: not worth an error.
+        shutil.rmtree(self._inside(folder), ignore_errors=True)
+
+    def _inside(self, path: str) -> Path:
+        """The path below the root, or CorruptCheckpoint: names of files can come out of a stranger's checkpoint."""
+        parts = path.split("/") if path else []
+        if any(p in ("", ".", "..") or "\\" in p or "\0" in p or ":" in p for p in parts):
+            raise CorruptCheckpoint(f"{path!r} leads out of {self.root}")
+        return self.root.joinpath(*parts)
+
+
+class _Writer:
+    """Direct writes as long as the file system takes them; a file system may refuse at `open` or at the first write."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY
+        self._direct = bool(_DIRECT)
+        try:
+            self._descriptor = os.open(path, flags | _DIRECT, 0o666)
+        except OSError as error:
+            if not _DIRECT or error.errno != errno.EINVAL:
+                raise
+            # Linux makes the file before it refuses the flag.
+            self._descriptor = os.open(path, flags & ~os.O_EXCL, 0o666)
+            self._direct = False
+
+    def write(self, data: memoryview) -> None:
+        if self._direct and (len(data) % ALIGNMENT or self._offset % ALIGNMENT):
+            self._buffered()
+        try:
+            _write_all(self._descriptor, data)
+        except OSError as error:
+            if not self._direct or error.errno != errno.EINVAL:
+                raise
+            self._buffered()
+            _write_all(self._descriptor, data)
+        self._offset += len(data)
+
+    def _buffered(self) -> None:
+        os.close(self._descriptor)
+        self._descriptor = os.open(self._path, os.O_WRONLY | _BINARY)
+        os.lseek(self._descriptor, self._offset, os.SEEK_SET)
+        self._direct = False
+
+    def close(self, size: int) -> None:
+        if self._offset != size:
+            os.ftruncate(self._descriptor, size)
+        os.fsync(self._descriptor)
+        os.close(self._descriptor)
+        _sync_folder(self._path.parent)
+
+    def abort(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)
+        self._path.unlink(missing_ok=True)
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    done = 0
+    while done < len(data):
+        n = os.write(descriptor, data[done:])
+        if n == 0:
+            raise OSError(errno.EIO, "the file system takes no more bytes")
+        done += n
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a folder's entries durable. Windows cannot open a folder, some network file systems refuse its fsync."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EACCES, errno.EBADF):
+            raise
+    finally:
+        os.close(descriptor)
