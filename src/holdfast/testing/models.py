@@ -143,17 +143,17 @@ def tiny_llama(folder: Path) -> Path:
 def photos(folder: Path, count: int = 5) -> Path:
     """Write `count` (at most 6) real photos that scikit-image and scikit-learn ship, PHOTO_WIDTH wide, of several
     heights, as PNG; returns `folder`."""
-    import skimage.data
     from PIL import Image
 
+    data: Any = import_module("skimage.data")
     samples: Any = import_module("sklearn.datasets")
     sources = {
-        "astronaut": skimage.data.astronaut,
-        "cat": skimage.data.cat,
+        "astronaut": data.astronaut,
+        "cat": data.cat,
         "china": lambda: samples.load_sample_image("china.jpg"),
-        "coffee": skimage.data.coffee,
+        "coffee": data.coffee,
         "flower": lambda: samples.load_sample_image("flower.jpg"),
-        "rocket": skimage.data.rocket,
+        "rocket": data.rocket,
     }
     if not 0 < count <= len(sources):
         raise ValueError(f"there are {len(sources)} photos, {count} were asked for")
