@@ -1,0 +1,1 @@
+"""Where Holdfast meets other libraries' launchers and states."""
