@@ -1,0 +1,215 @@
+"""DreamBooth for Flux: the whole transformer learns one subject from a few photos and one prompt.
+
+Read from `main` down: the model, the data, the loss. What all recipes share (sharding, the loop, checkpoints, the
+export) is in `holdfast.training`. Heavy imports stand inside the functions, so that `--help` and wrong flags need no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from holdfast.training.config import DiffusionConfig
+from holdfast.training.pipeline_folder import pipeline_problems
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+    from torch import nn
+
+# The parts of a FluxPipeline, and the class that each has to be of.
+PARTS: dict[str, str | None] = {
+    "transformer": "FluxTransformer2DModel",
+    "vae": "AutoencoderKL",
+    "text_encoder": "CLIPTextModel",
+    "text_encoder_2": "T5EncoderModel",
+    "tokenizer": None,
+    "tokenizer_2": None,
+    "scheduler": None,
+}
+# Reading a text encoder of 10 GB from a slow disk.
+ENCODING_DEADLINE_S = 3600.0
+
+
+@dataclass(kw_only=True)
+class Config(DiffusionConfig):
+    """Full fine-tuning of the Flux transformer on photos of one subject."""
+
+    instance_prompt: str
+    """The prompt of all images, with a rare word for the subject: "a photo of sks girl"."""
+
+    max_sequence_length: int = 77
+    """Tokens of the prompt that T5 reads, 512 at most."""
+
+    guidance_scale: float = 3.5
+    """The guidance that the model is told; has no effect on a model without guidance embedding."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if not self.instance_prompt.strip():
+            yield "--instance_prompt is empty; describe the images, as in: a photo of sks girl"
+        if not 1 <= self.max_sequence_length <= 512:
+            yield f"--max_sequence_length is {self.max_sequence_length}; it has to be from 1 to 512."
+        base = Path(self.pretrained_model_name_or_path)
+        if base.is_dir():
+            yield from base_problems(self, base)
+        elif base.is_absolute() or len(base.parts) != 2 or base.parts[0] in (".", ".."):
+            yield (
+                f"--pretrained_model_name_or_path {base}: there is no such folder, and it is no repository name "
+                "(owner/name) either."
+            )
+
+
+def base_problems(config: Config, base: Path) -> Iterator[str]:
+    """Yields what keeps the folder `base` from being the pipeline that is trained here with this `config`."""
+    import json
+
+    found = list(pipeline_problems(base, PARTS, config.variant))
+    yield from found
+    if Path(config.output_dir).resolve() == base.resolve():
+        yield "--output_dir is the base pipeline's own folder; name another one."
+    if not found:
+        levels = len(json.loads((base / "vae/config.json").read_text(encoding="utf-8"))["block_out_channels"])
+        side = 2**levels  # the VAE halves its input between levels, packing halves it once more
+        if config.resolution % side:
+            yield f"--resolution is {config.resolution}; this model needs a multiple of {side}."
+
+
+def main(config: Config) -> None:
+    """Trains, and writes checkpoints and in the end a FluxPipeline to `config.output_dir`."""
+    config.validate()
+    from holdfast.errors import UsageError
+    from holdfast.training.hub import fetch_pipeline
+    from holdfast.training.images import ImageFolder
+    from holdfast.training.loop import train
+    from holdfast.training.setup import compute_dtype, configure_logging, make_accelerator, prepare_model
+
+    configure_logging()
+    accelerator = make_accelerator(config)
+    base = fetch_pipeline(config.pretrained_model_name_or_path, PARTS, config.revision, config.variant)
+    if found := list(base_problems(config, base)):
+        raise UsageError("\n".join(found))
+
+    images = ImageFolder(config.instance_data_dir, config.resolution)
+    text = encode_prompt(config, accelerator, base, compute_dtype(accelerator))
+    transformer = prepare_model(
+        accelerator, lambda: build_transformer(base), base / "transformer", config.gradient_checkpointing
+    )
+    loss = make_loss(config, accelerator, base, transformer, text)
+    checkpoint = train(config, accelerator, "flux-dreambooth", transformer, images, loss)
+    export(config, accelerator, base, transformer)
+
+
+def build_transformer(base: Path) -> nn.Module:
+    """The transformer of `base` without its weights."""
+    from diffusers import FluxTransformer2DModel
+
+    model: nn.Module = FluxTransformer2DModel.from_config(FluxTransformer2DModel.load_config(base / "transformer"))
+    return model
+
+
+@dataclass
+class Text:
+    """The encoded prompt, as `FluxPipeline.encode_prompt` gives it: one row that serves every sample."""
+
+    sequence: torch.Tensor  # (1, max_sequence_length, T5's width)
+    pooled: torch.Tensor  # (1, CLIP's width)
+    ids: torch.Tensor  # (max_sequence_length, 3), zeros
+
+
+def encode_prompt(config: Config, accelerator: Accelerator, base: Path, dtype: torch.dtype) -> Text:
+    """Encodes the prompt once in the whole run, on rank 0, and hands it to all; the encoders are gone afterwards."""
+    import gc
+
+    import torch
+    from accelerate.utils import broadcast
+    from diffusers import FluxPipeline
+    from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+
+    from holdfast.training.once import once
+    from holdfast.training.text_encoders import load_text_encoder
+
+    widths = (T5Config.from_pretrained(base / "text_encoder_2").d_model, CLIPTextConfig.from_pretrained(base / "text_encoder").hidden_size)
+    device = accelerator.device
+    sequence = torch.empty(1, config.max_sequence_length, widths[0], device=device, dtype=dtype)
+    pooled = torch.empty(1, widths[1], device=device, dtype=dtype)
+
+    def encode() -> str:
+        clip = load_text_encoder(CLIPTextModel, base / "text_encoder", dtype, config.variant).to(device)
+        t5 = load_text_encoder(T5EncoderModel, base / "text_encoder_2", dtype, config.variant).to(device)
+        pipeline = FluxPipeline.from_pretrained(base, text_encoder=clip, text_encoder_2=t5, transformer=None, vae=None)
+        with torch.no_grad():
+            t5_output, clip_output, _ = pipeline.encode_prompt(
+                config.instance_prompt, device=device, max_sequence_length=config.max_sequence_length
+            )
+        sequence.copy_(t5_output)
+        pooled.copy_(clip_output)
+        return ""
+
+    once(encode, "run", ENCODING_DEADLINE_S)
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+    return Text(broadcast(sequence), broadcast(pooled), torch.zeros(sequence.shape[1], 3, device=device, dtype=dtype))
+
+
+def make_loss(
+    config: Config, accelerator: Accelerator, base: Path, transformer: nn.Module, text: Text
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The loss of a batch of pixels of shape (batch, 3, height, width), each from -1 to 1.
+
+    Every call draws, from the rank's global generators and in this order: the latents from the VAE's posterior, the noise,
+    the times.
+    """
+    import torch
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline
+
+    from holdfast.training.flow_matching import draw_times, flow_matching_loss, noised
+
+    dtype, device = text.sequence.dtype, accelerator.device
+    vae = AutoencoderKL.from_pretrained(base, subfolder="vae", variant=config.variant, torch_dtype=dtype)
+    vae.requires_grad_(False).eval().to(device)
+    scale_factor = 2 ** (len(vae.config.block_out_channels) - 1)
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(base, subfolder="scheduler")
+    guided = accelerator.unwrap_model(transformer).config.guidance_embeds
+
+    def loss(pixels: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            latents = vae.encode(pixels.to(device, dtype)).latent_dist.sample()
+        latents = ((latents - vae.config.shift_factor) * vae.config.scaling_factor).to(dtype)
+        batch, channels, height, width = latents.shape
+        noise = torch.randn_like(latents)
+        times, sigmas = draw_times(config, scheduler, batch, device)
+        prediction = transformer(
+            hidden_states=FluxPipeline._pack_latents(noised(latents, noise, sigmas), batch, channels, height, width),
+            timestep=times / 1000,
+            guidance=torch.full((batch,), config.guidance_scale, device=device) if guided else None,
+            pooled_projections=text.pooled.expand(batch, -1),
+            encoder_hidden_states=text.sequence.expand(batch, -1, -1),
+            txt_ids=text.ids,
+            img_ids=FluxPipeline._prepare_latent_image_ids(batch, height // 2, width // 2, device, dtype),
+            return_dict=False,
+        )[0]
+        prediction = FluxPipeline._unpack_latents(prediction, height * scale_factor, width * scale_factor, scale_factor)
+        return flow_matching_loss(prediction, latents, noise, sigmas, config.weighting_scheme)
+
+    return loss
+
+
+def export(config: Config, accelerator: Accelerator, base: Path, transformer: nn.Module) -> None:
+    """Writes the FluxPipeline with the trained transformer; every rank calls this."""
+    import logging
+
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    from holdfast.training.export import DTYPES, export_pipeline
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights: dict[str, Any] = get_model_state_dict(transformer, options=options)
+    if accelerator.is_main_process:
+        output = Path(config.output_dir)
+        dtype = DTYPES[config.export_dtype]
+        export_pipeline(base, output, PARTS, "transformer", weights.items(), dtype, config.variant)
+        logging.getLogger(__name__).info("%s is a FluxPipeline now, its transformer in %s", output, config.export_dtype)

@@ -1,0 +1,1 @@
+"""What all diffusion recipes share: flags, data, optimizers, the one loop, the export."""

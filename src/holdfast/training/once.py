@@ -1,0 +1,73 @@
+"""Work that one process does for the others: a download for its node, a text encoder for the whole run.
+
+The others wait for a word in the process group's store and not in a collective, whose time limit is made for training
+steps: a slow disk must not end the run. An error of the working process becomes an error of every rank within a second,
+and names that rank and its host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from typing import Literal
+
+import torch.distributed as dist
+
+from holdfast.errors import DeadlineExceeded, HoldfastError, UsageError
+
+_POLL_S = 0.2
+
+
+def once(work: Callable[[], str], per: Literal["node", "run"], deadline_s: float) -> str:
+    """Calls `work` in the first process of each node or of the run; returns this node's (or the run's) result.
+
+    Every rank calls this and waits for all the workers. On a worker an error of `work` is raised as it is; on the other
+    ranks as UsageError if it was one, else as HoldfastError. DeadlineExceeded where a worker stays silent.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return work()
+    rank = dist.get_rank()
+    works = rank == 0 if per == "run" else int(os.environ.get("LOCAL_RANK", "0")) == 0
+    everybody: list[tuple[str, bool, str]] = [("", False, "")] * dist.get_world_size()
+    dist.all_gather_object(everybody, (socket.gethostname(), works, uuid.uuid4().hex))
+    workers = {index: host for index, (host, worker, _) in enumerate(everybody) if worker}
+    # The token of rank 0 keeps words of an earlier attempt, in a store that outlived it, from being believed.
+    store = dist.PrefixStore(f"holdfast/once/{everybody[0][2]}", dist.distributed_c10d._get_default_store())
+    if works:
+        try:
+            word = {"result": work()}
+        except Exception as error:
+            usage = isinstance(error, UsageError)
+            store.set(str(rank), json.dumps({"problem": error.args[0] if usage else repr(error), "usage": usage}))
+            store.add("flush", 1)  # `set` alone awaits no answer, and this process may be about to end
+            raise
+        store.set(str(rank), json.dumps(word))
+    results = _await(store, workers, deadline_s)
+    return results[max(index for index in workers if index <= rank)]
+
+
+def _await(store: dist.Store, workers: dict[int, str], deadline_s: float) -> dict[int, str]:
+    results: dict[int, str] = {}
+    until = time.monotonic() + deadline_s
+    while True:
+        for index in sorted(workers.keys() - results.keys()):
+            if not store.check([str(index)]):
+                continue
+            word = json.loads(store.get(str(index)))
+            if "problem" in word:
+                raised = UsageError if word["usage"] else HoldfastError
+                raise raised(f"{word['problem']}\n(rank {index} on {workers[index]})")
+            results[index] = word["result"]
+        silent = sorted(workers.keys() - results.keys())
+        if not silent:
+            return results
+        if time.monotonic() > until:
+            names = ", ".join(f"rank {index} on {workers[index]}" for index in silent)
+            raise DeadlineExceeded(
+                f"No word after {deadline_s:.0f} s from {names}, which the other ranks wait for. Look at its log."
+            )
+        time.sleep(_POLL_S)

@@ -1,0 +1,113 @@
+"""From flags and the accelerate config to an Accelerator and a model that is sharded, loaded and ready to train.
+
+No rank ever holds a sharded model whole: under FSDP2 it is built on the meta device, cut, and each rank reads its own
+slices from disk. Accelerate's own ways of loading (one rank reads and broadcasts) are switched off. Elsewhere (FSDP1,
+DDP, one process) every rank reads the whole from disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, init_empty_weights
+from accelerate.utils import DistributedType, ProjectConfiguration
+from torch import nn
+
+import holdfast
+from holdfast.errors import UsageError
+from holdfast.integrations import cpu_ranks
+from holdfast.training.config import DiffusionConfig
+
+logger = logging.getLogger(__name__)
+
+_BROADCASTS = ("FSDP_CPU_RAM_EFFICIENT_LOADING", "FSDP_SYNC_MODULE_STATES")
+
+
+def configure_logging() -> None:
+    """Shows the package's log on stderr: all of it on rank 0, warnings elsewhere."""
+    package = logging.getLogger("holdfast")
+    if not package.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        rank = os.environ.get("RANK", "0")
+        handler.setFormatter(logging.Formatter(f"%(asctime)s [rank {rank}] %(message)s", "%H:%M:%S"))
+        package.addHandler(handler)
+        package.setLevel(logging.INFO if rank == "0" else logging.WARNING)
+
+
+def make_accelerator(config: DiffusionConfig) -> Accelerator:
+    """The run's Accelerator, as the accelerate config or the launcher's environment describes it.
+
+    Raises UsageError for what Accelerate would refuse with a traceback or silently ignore.
+    """
+    cpu_ranks.join_without_accelerator()
+    if cpu_ranks.requested(config.cpu_fsdp):
+        cpu_ranks.enable()
+    switched_off = [name for name in _BROADCASTS if _is_true(name)]
+    for name in switched_off:
+        os.environ[name] = "false"
+    logging_dir = Path(config.output_dir) / config.logging_dir
+    try:
+        accelerator = Accelerator(
+            gradient_accumulation_steps=config.gradient_accumulation_steps,
+            mixed_precision=config.mixed_precision,
+            log_with=None if config.report_to == "none" else config.report_to,
+            project_config=ProjectConfiguration(project_dir=config.output_dir, logging_dir=str(logging_dir)),
+        )
+    except (ValueError, ImportError) as error:
+        raise UsageError(f"Accelerate cannot serve this configuration: {error}") from error
+    _refuse_ignored_fsdp(accelerator)
+    if switched_off:
+        names = " and ".join(name.lower() for name in switched_off)
+        logger.info("%s switched off: each rank reads its own part of the weights from disk", names)
+    return accelerator
+
+
+def _refuse_ignored_fsdp(accelerator: Accelerator) -> None:
+    if not _is_true("ACCELERATE_USE_FSDP") or accelerator.distributed_type == DistributedType.FSDP:
+        return
+    if accelerator.num_processes == 1:
+        logger.warning("FSDP was asked for with one process: there is nothing to shard, so it has no effect")
+        return
+    raise UsageError(
+        f"FSDP was asked for, but Accelerate ignores it on {accelerator.device.type} ranks and would train a whole copy "
+        "of the model in each. Add --cpu_fsdp (or set HOLDFAST_CPU_FSDP=1) to shard over CPU ranks; on a machine with "
+        "accelerators set `use_cpu: false` in the accelerate config."
+    )
+
+
+def _is_true(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("1", "true", "yes", "y", "t", "on")
+
+
+def compute_dtype(accelerator: Accelerator) -> torch.dtype:
+    """The dtype of frozen parts and of the model's inputs, as mixed precision says."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
+
+
+def prepare_model(accelerator: Accelerator, build: Callable[[], nn.Module], folder: Path, checkpointing: bool) -> nn.Module:
+    """The model that `build` makes, with the weights of `folder` in fp32, sharded or wrapped as the run needs it.
+
+    `build` is called with parameters on the meta device. Make the optimizer from the result's parameters.
+    """
+    # Buffers are built for real: those that are not persistent are in no file.
+    with init_empty_weights(include_buffers=False):
+        model = build()
+    model.train()
+    fsdp = accelerator.distributed_type == DistributedType.FSDP
+    if checkpointing and not (fsdp and accelerator.state.fsdp_plugin.activation_checkpointing):
+        model.enable_gradient_checkpointing()  # type: ignore[operator]
+    if not accelerator.is_fsdp2:
+        holdfast.load_pretrained(model, folder, dtype=torch.float32)
+        prepared: nn.Module = accelerator.prepare(model)
+        return prepared
+    # Accelerate shards a model only together with an optimizer, whose parameters it then swaps by their address. On the
+    # meta device all addresses are 0, so it gets one without parameters, and the real one is made afterwards.
+    prepared, _ = accelerator.prepare(model, torch.optim.SGD([{"params": []}], lr=0.0))
+    accelerator._optimizers.clear()
+    holdfast.load_pretrained(prepared, folder, dtype=torch.float32)
+    return prepared
