@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.training.config import DiffusionConfig
-from holdfast.training.pipeline_folder import pipeline_problems
+from holdfast.training.pipeline_folder import part_variant, pipeline_problems
 
 if TYPE_CHECKING:
     import torch
@@ -94,11 +94,12 @@ def main(config: Config) -> None:
 
     images = ImageFolder(config.instance_data_dir, config.resolution)
     text = encode_prompt(config, accelerator, base, compute_dtype(accelerator))
+    variant = part_variant(base, "transformer", config.variant)
     transformer = prepare_model(
-        accelerator, lambda: build_transformer(base), base / "transformer", config.gradient_checkpointing
+        accelerator, lambda: build_transformer(base), base / "transformer", variant, config.gradient_checkpointing
     )
     loss = make_loss(config, accelerator, base, transformer, text)
-    checkpoint = train(config, accelerator, "flux-dreambooth", transformer, images, loss)
+    train(config, accelerator, "flux-dreambooth", transformer, images, loss)
     export(config, accelerator, base, transformer)
 
 
@@ -129,17 +130,24 @@ def encode_prompt(config: Config, accelerator: Accelerator, base: Path, dtype: t
     from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
     from holdfast.training.once import once
-    from holdfast.training.text_encoders import load_text_encoder
+    from holdfast.training.setup import load_frozen
 
-    widths = (T5Config.from_pretrained(base / "text_encoder_2").d_model, CLIPTextConfig.from_pretrained(base / "text_encoder").hidden_size)
+    clip_config = CLIPTextConfig.from_pretrained(base / "text_encoder")
+    t5_config = T5Config.from_pretrained(base / "text_encoder_2")
     device = accelerator.device
-    sequence = torch.empty(1, config.max_sequence_length, widths[0], device=device, dtype=dtype)
-    pooled = torch.empty(1, widths[1], device=device, dtype=dtype)
+    sequence = torch.empty(1, config.max_sequence_length, t5_config.d_model, device=device, dtype=dtype)
+    pooled = torch.empty(1, clip_config.hidden_size, device=device, dtype=dtype)
+    encoder_dtype = torch.bfloat16 if dtype == torch.float16 else dtype  # T5's activations are beyond fp16
 
     def encode() -> str:
-        clip = load_text_encoder(CLIPTextModel, base / "text_encoder", dtype, config.variant).to(device)
-        t5 = load_text_encoder(T5EncoderModel, base / "text_encoder_2", dtype, config.variant).to(device)
-        pipeline = FluxPipeline.from_pretrained(base, text_encoder=clip, text_encoder_2=t5, transformer=None, vae=None)
+        parts: dict[str, Any] = {"transformer": None, "vae": None}
+        for name, build in (
+            ("text_encoder", lambda: CLIPTextModel(clip_config)),
+            ("text_encoder_2", lambda: T5EncoderModel(t5_config)),
+        ):
+            variant = part_variant(base, name, config.variant)
+            parts[name] = load_frozen(build, base / name, variant, encoder_dtype).to(device)
+        pipeline = FluxPipeline.from_pretrained(base, **parts)
         with torch.no_grad():
             t5_output, clip_output, _ = pipeline.encode_prompt(
                 config.instance_prompt, device=device, max_sequence_length=config.max_sequence_length
@@ -167,10 +175,12 @@ def make_loss(
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline
 
     from holdfast.training.flow_matching import draw_times, flow_matching_loss, noised
+    from holdfast.training.setup import load_frozen
 
     dtype, device = text.sequence.dtype, accelerator.device
-    vae = AutoencoderKL.from_pretrained(base, subfolder="vae", variant=config.variant, torch_dtype=dtype)
-    vae.requires_grad_(False).eval().to(device)
+    vae_config = AutoencoderKL.load_config(base / "vae")
+    variant = part_variant(base, "vae", config.variant)
+    vae: Any = load_frozen(lambda: AutoencoderKL.from_config(vae_config), base / "vae", variant, dtype).to(device)
     scale_factor = 2 ** (len(vae.config.block_out_channels) - 1)
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(base, subfolder="scheduler")
     guided = accelerator.unwrap_model(transformer).config.guidance_embeds

@@ -26,7 +26,13 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 def export_pipeline(
-    base: Path, output_dir: Path, parts: Iterable[str], trained: str, weights: NamedTensors, dtype: torch.dtype, variant: str | None
+    base: Path,
+    output_dir: Path,
+    parts: Iterable[str],
+    trained: str,
+    weights: NamedTensors,
+    dtype: torch.dtype,
+    variant: str | None,
 ) -> None:
     """Writes `parts` of the pipeline `base` to `output_dir`, the part `trained` with `weights` in `dtype`.
 
@@ -72,7 +78,9 @@ def _by_size(weights: NamedTensors, dtype: torch.dtype, max_bytes: int) -> Itera
     size = 0
     for name, tensor in weights:
         # A copy, so that no two names share memory, which safetensors refuses.
-        tensor = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True).contiguous()
+        tensor = (
+            tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True).contiguous()
+        )
         if group and size + tensor.nbytes > max_bytes:
             yield group
             group, size = {}, 0

@@ -71,7 +71,7 @@ def train(
         reporter = _Reporter(config, accelerator, name, checkpointer, start, total)
         with closing(reporter):
             for step, losses, norm in _steps(accelerator, config, model, optimizer, loader, loss, start, total):
-                lr = scheduler.get_last_lr()[0]
+                lr = float(scheduler.get_last_lr()[0])
                 scheduler.step()
                 if step % config.checkpointing_steps == 0 or step == total:
                     checkpointer.save(step)
@@ -177,7 +177,7 @@ class _Reporter:
             self.log.saves(self.checkpointer.saves)
         saves = self.checkpointer.saves
         state = f"{saves[-1].step} {saves[-1].state}" if saves else "none yet"
-        self.bar.set_postfix(loss=f"{mean:.4f}", step=f"{values['step_s']:.2f}s", checkpoint=state, refresh=False)
+        self.bar.set_postfix_str(f"loss {mean:.4f}, {values['step_s']:.2f} s a step, checkpoint {state}", refresh=False)
         self.bar.update()
 
     def close(self) -> None:

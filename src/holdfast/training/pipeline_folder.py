@@ -52,6 +52,11 @@ def choose_files(names: Iterable[str], parts: Iterable[str], variant: str | None
     return chosen
 
 
+def part_variant(folder: Path, part: str, variant: str | None) -> str | None:
+    """`variant` if that part has weights of it, else None for its plain ones."""
+    return variant if variant in {weight_variant(path.name) for path in part_files(folder, part, variant)} else None
+
+
 def part_files(folder: Path, part: str, variant: str | None) -> list[Path]:
     """The files of one part of a pipeline on disk."""
     names = [f"{part}/{path.name}" for path in (folder / part).iterdir() if path.is_file()]

@@ -10,15 +10,19 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import diffusers
 import torch
-from accelerate import Accelerator, init_empty_weights
+import transformers
+from accelerate import Accelerator
 from accelerate.utils import DistributedType, ProjectConfiguration
 from torch import nn
 
 import holdfast
+from holdfast.engine.meta import parameters_on_meta
 from holdfast.errors import UsageError
 from holdfast.integrations import cpu_ranks
 from holdfast.training.config import DiffusionConfig
@@ -29,7 +33,14 @@ _BROADCASTS = ("FSDP_CPU_RAM_EFFICIENT_LOADING", "FSDP_SYNC_MODULE_STATES")
 
 
 def configure_logging() -> None:
-    """Shows the package's log on stderr: all of it on rank 0, warnings elsewhere."""
+    """Shows the package's log on stderr: all of it on rank 0, warnings elsewhere. Quiets what is no news to a user."""
+    # True of every block of a diffusion transformer; none of them writes into what it got.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    if os.environ.get("RANK", "0") != "0":
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        diffusers.logging.set_verbosity_error()
+        diffusers.logging.disable_progress_bar()
     package = logging.getLogger("holdfast")
     if not package.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler(sys.stderr)
@@ -89,25 +100,32 @@ def compute_dtype(accelerator: Accelerator) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
 
 
-def prepare_model(accelerator: Accelerator, build: Callable[[], nn.Module], folder: Path, checkpointing: bool) -> nn.Module:
+def prepare_model(
+    accelerator: Accelerator, build: Callable[[], nn.Module], folder: Path, variant: str | None, checkpointing: bool
+) -> nn.Module:
     """The model that `build` makes, with the weights of `folder` in fp32, sharded or wrapped as the run needs it.
 
-    `build` is called with parameters on the meta device. Make the optimizer from the result's parameters.
+    `checkpointing` asks for activation checkpointing. Make the optimizer from the result's parameters.
     """
-    # Buffers are built for real: those that are not persistent are in no file.
-    with init_empty_weights(include_buffers=False):
+    with parameters_on_meta():
         model = build()
     model.train()
     fsdp = accelerator.distributed_type == DistributedType.FSDP
     if checkpointing and not (fsdp and accelerator.state.fsdp_plugin.activation_checkpointing):
         model.enable_gradient_checkpointing()  # type: ignore[operator]
     if not accelerator.is_fsdp2:
-        holdfast.load_pretrained(model, folder, dtype=torch.float32)
+        holdfast.load_pretrained(model, folder, dtype=torch.float32, variant=variant)
         prepared: nn.Module = accelerator.prepare(model)
         return prepared
     # Accelerate shards a model only together with an optimizer, whose parameters it then swaps by their address. On the
     # meta device all addresses are 0, so it gets one without parameters, and the real one is made afterwards.
     prepared, _ = accelerator.prepare(model, torch.optim.SGD([{"params": []}], lr=0.0))
     accelerator._optimizers.clear()
-    holdfast.load_pretrained(prepared, folder, dtype=torch.float32)
-    return prepared
+    return holdfast.load_pretrained(prepared, folder, dtype=torch.float32, variant=variant)
+
+
+def load_frozen(build: Callable[[], nn.Module], folder: Path, variant: str | None, dtype: torch.dtype) -> nn.Module:
+    """A part of the pipeline that is not trained, on the CPU, in evaluation mode; only its own files are read."""
+    with parameters_on_meta():
+        model = build()
+    return holdfast.load_pretrained(model, folder, dtype=dtype, variant=variant).requires_grad_(False).eval()
