@@ -32,6 +32,7 @@ def _download(name: str, parts: list[str], revision: str | None, variant: str | 
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub import errors as hub
 
+    network_error: type[Exception] = hub.HTTPError  # type: ignore[attr-defined]  # that of the client the hub uses
     at = f"{name}{f' at revision {revision}' if revision else ''}"
     try:
         if constants.HF_HUB_OFFLINE:
@@ -56,7 +57,7 @@ def _download(name: str, parts: list[str], revision: str | None, variant: str | 
             f"{at} is not in the local cache, and offline mode is on (HF_HUB_OFFLINE). Download it once with a "
             "connection, or give a folder."
         ) from error
-    except (hub.HFValidationError, hub.HTTPError, OSError) as error:
+    except (hub.HFValidationError, network_error, OSError) as error:
         raise UsageError(
             f"{at} cannot be downloaded: {without_token(str(error))}\n"
             "If it is in the local cache already, start again with HF_HUB_OFFLINE=1."

@@ -17,9 +17,11 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from holdfast.engine.store import SharedStore
 from holdfast.errors import DeadlineExceeded, HoldfastError, UsageError
 
 _POLL_S = 0.2
+_REQUEST_S = 60.0  # one request to the store
 
 
 def once(work: Callable[[], str], per: Literal["node", "run"], deadline_s: float) -> str:
@@ -36,28 +38,28 @@ def once(work: Callable[[], str], per: Literal["node", "run"], deadline_s: float
     dist.all_gather_object(everybody, (socket.gethostname(), works, uuid.uuid4().hex))
     workers = {index: host for index, (host, worker, _) in enumerate(everybody) if worker}
     # The token of rank 0 keeps words of an earlier attempt, in a store that outlived it, from being believed.
-    store = dist.PrefixStore(f"holdfast/once/{everybody[0][2]}", dist.distributed_c10d._get_default_store())
+    store = SharedStore(f"holdfast/once/{everybody[0][2]}", _REQUEST_S)
     if works:
         try:
-            word = {"result": work()}
+            result = work()
         except Exception as error:
             usage = isinstance(error, UsageError)
-            store.set(str(rank), json.dumps({"problem": error.args[0] if usage else repr(error), "usage": usage}))
-            store.add("flush", 1)  # `set` alone awaits no answer, and this process may be about to end
+            store.publish(str(rank), _encoded({"problem": error.args[0] if usage else repr(error), "usage": usage}))
             raise
-        store.set(str(rank), json.dumps(word))
+        store.publish(str(rank), _encoded({"result": result}))
     results = _await(store, workers, deadline_s)
     return results[max(index for index in workers if index <= rank)]
 
 
-def _await(store: dist.Store, workers: dict[int, str], deadline_s: float) -> dict[int, str]:
+def _await(store: SharedStore, workers: dict[int, str], deadline_s: float) -> dict[int, str]:
     results: dict[int, str] = {}
     until = time.monotonic() + deadline_s
     while True:
         for index in sorted(workers.keys() - results.keys()):
-            if not store.check([str(index)]):
+            found = store.look(str(index))
+            if found is None:
                 continue
-            word = json.loads(store.get(str(index)))
+            word = json.loads(found)
             if "problem" in word:
                 raised = UsageError if word["usage"] else HoldfastError
                 raise raised(f"{word['problem']}\n(rank {index} on {workers[index]})")
@@ -71,3 +73,7 @@ def _await(store: dist.Store, workers: dict[int, str], deadline_s: float) -> dic
                 f"No word after {deadline_s:.0f} s from {names}, which the other ranks wait for. Look at its log."
             )
         time.sleep(_POLL_S)
+
+
+def _encoded(word: dict[str, object]) -> bytes:
+    return json.dumps(word).encode()

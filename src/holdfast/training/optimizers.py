@@ -37,7 +37,7 @@ def make_lr_scheduler(
     config: DiffusionConfig, optimizer: torch.optim.Optimizer, total_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """The schedule over optimizer steps: it is stepped once for each, whatever the number of ranks."""
-    return get_scheduler(
+    scheduler: torch.optim.lr_scheduler.LambdaLR = get_scheduler(
         config.lr_scheduler,
         optimizer=optimizer,
         num_warmup_steps=config.lr_warmup_steps,
@@ -45,3 +45,4 @@ def make_lr_scheduler(
         num_cycles=config.lr_num_cycles,
         power=config.lr_power,
     )
+    return scheduler

@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 INDEX = "model_index.json"
 # Weights in forms that are not read here: pickles, and other frameworks'.
@@ -96,7 +97,7 @@ def _weight_problems(folder: Path, part: str, variant: str | None) -> Iterator[s
             yield f"{index} names files that are not there: {', '.join(missing)}."
 
 
-def _read_json(path: Path) -> dict[str, object] | None:
+def _read_json(path: Path) -> dict[str, Any] | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
