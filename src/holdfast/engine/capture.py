@@ -1,0 +1,85 @@
+"""Staging: the image of a rank's file in one aligned buffer, and the copy of the state into it.
+
+The buffer is anonymous shared memory, page-aligned, allocated once and reused: a forked worker cannot break a direct write
+from it, and writing it is one sequential pass. The copy is a few large calls that leave the GIL.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Mapping
+
+import torch
+import xxhash
+
+from holdfast.core.layout import stored_as
+from holdfast.core.safetensors import Entry
+from holdfast.engine import rng
+from holdfast.engine.collect import Held
+from holdfast.engine.dtypes import DTYPE_OF
+from holdfast.engine.plan import SavePlan
+
+
+class Staging:
+    """The image of the file that `plan` describes, and a view of it for every tensor."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._views: dict[str, torch.Tensor] = {}
+        self._plan: SavePlan | None = None
+
+    def prepare(self, plan: SavePlan, tensors: Mapping[str, Held]) -> None:
+        """Make room for `plan`; nothing is done when it is the last one."""
+        if plan is self._plan:
+            return
+        if self._memory is None or len(self._memory) < plan.buffer_size:
+            self._views.clear()
+            self._bytes = torch.empty(0, dtype=torch.uint8)
+            self._memory = mmap.mmap(-1, plan.buffer_size)
+            self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._memory[: len(plan.header)] = plan.header
+        self._views = {name: self._view(name, entry, tensors[name]) for name, entry in plan.entries.items() if entry.nbytes}
+        self._plan = plan
+
+    def _view(self, name: str, entry: Entry, held: Held) -> torch.Tensor:
+        dtype = held.spec.dtype
+        assert (entry.dtype, entry.shape) == stored_as(dtype, tuple(held.local.shape)), name
+        return self._bytes[entry.start : entry.stop].view(DTYPE_OF[dtype]).view(held.local.shape)
+
+    def copy(self, names: Iterable[str], tensors: Mapping[str, Held]) -> None:
+        """Copy these tensors into the image; returns when they are there."""
+        wanted = [name for name in names if name in self._views]
+        if not wanted:
+            return
+        with torch.no_grad():
+            torch._foreach_copy_([self._views[n] for n in wanted], [tensors[n].local for n in wanted])
+        device = rng.accelerator()
+        if device is not None and any(tensors[n].local.device.type == device.type for n in wanted):
+            torch.accelerator.synchronize()
+
+    def put_small(self, data: bytes) -> None:
+        """Write the small state, padded with spaces to its room."""
+        assert self._memory is not None and self._plan is not None
+        entry = self._plan.state_entry
+        self._memory[entry.start : entry.stop] = data.ljust(entry.nbytes)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._views)
+
+    def image(self) -> memoryview:
+        """The whole buffer, header to last block; the file ends at the plan's `image_size`."""
+        assert self._memory is not None and self._plan is not None
+        return memoryview(self._memory)[: self._plan.buffer_size]
+
+    def plain_digest(self) -> str:
+        """One digest over the per-rank tensors: names, shapes and bytes."""
+        assert self._memory is not None and self._plan is not None
+        image = memoryview(self._memory)
+        hasher = xxhash.xxh3_128()
+        for name in self._plan.plain:
+            entry = self._plan.entries[name]
+            hasher.update(f"{name} {entry.dtype} {entry.shape}".encode())
+            hasher.update(image[entry.start : entry.stop])
+        return hasher.hexdigest()

@@ -1,0 +1,160 @@
+"""A complete checkpoint as a reader sees it: nothing is believed before its digest or hash has been checked.
+
+    manifest -> receipts and layouts (by digest) -> blocks of a rank's file (by hash) -> header, tensors, small state
+
+A reader opens only the receipts and headers of the ranks whose pieces it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+from holdfast.core.boxes import Box
+from holdfast.core.documents import Json, digest, parse
+from holdfast.core.layout import Layout, TensorSpec, item_size, stored_as
+from holdfast.core.manifest import MANIFEST_FILE, Manifest, Receipt, layout_file, rank_file, receipt_file
+from holdfast.core.safetensors import Entry, header_length, parse_header
+from holdfast.engine.blocks import BlockFile
+from holdfast.engine.plan import STATE_TENSOR
+from holdfast.errors import CheckpointNotFound, CorruptCheckpoint
+from holdfast.storage import Storage
+
+
+class Checkpoint:
+    """One folder of a storage that holds a manifest.
+
+    Raises, here and later:
+        CheckpointNotFound: no such folder, or no manifest in it.
+        CorruptCheckpoint: something in it is not what was written.
+    """
+
+    def __init__(self, storage: Storage, folder: str) -> None:
+        self.storage, self.folder = storage, folder
+        self.where = f"{storage.describe()}/{folder}"
+        try:
+            encoded = storage.get(f"{folder}/{MANIFEST_FILE}")
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointNotFound(self._no_manifest()) from None
+        self.manifest = Manifest.parse(encoded, f"{self.where}/{MANIFEST_FILE}")
+        self.digest = digest(encoded)
+        self._receipts: dict[int, Receipt] = {}
+        self._headers: dict[int, dict[str, Entry]] = {}
+
+    def _no_manifest(self) -> str:
+        names = self.storage.names(self.folder)
+        if not names:
+            return f"there is no checkpoint {self.where}"
+        receipts = sum(n.startswith("rank-") and n.endswith(".json") for n in names)
+        if receipts or any(n.startswith("rank-") for n in names):
+            return f"{self.where} is incomplete: it has {receipts} receipts and no {MANIFEST_FILE} (its save was interrupted)"
+        return f"{self.where} is no Holdfast checkpoint: it has no {MANIFEST_FILE} (it holds {', '.join(sorted(names)[:3])})"
+
+    @cached_property
+    def layouts(self) -> dict[str, Layout]:
+        found = {}
+        for key in self.manifest.layouts:
+            encoded = self._get(layout_file(key), key)
+            layout = found[key] = Layout.parse(encoded, f"{self.where}/{layout_file(key)}")
+            if layout.world_size != self.manifest.world_size:
+                raise CorruptCheckpoint(f"{self.where}: a layout for {layout.world_size} ranks in a checkpoint of another size")
+        return found
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorSpec]:
+        """Every tensor of the checkpoint; where layouts differ, the first one that has it speaks for it."""
+        merged: dict[str, TensorSpec] = {}
+        for layout in self.layouts.values():
+            for name, spec in layout.tensors.items():
+                merged.setdefault(name, spec)
+        return merged
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        return {alias: name for layout in self.layouts.values() for alias, name in layout.aliases.items()}
+
+    def receipt(self, rank: int) -> Receipt:
+        if rank not in self._receipts:
+            name = receipt_file(rank, self.manifest.attempt)
+            receipt = Receipt.parse(self._get(name, self.manifest.receipts[rank]), f"{self.where}/{name}")
+            expected = (self.manifest.attempt, self.manifest.step, rank, self.manifest.world_size)
+            if (receipt.attempt, receipt.step, receipt.rank, receipt.world_size) != expected:
+                raise CorruptCheckpoint(f"{self.where}/{name} speaks of another rank or attempt than the manifest")
+            if receipt.layout not in self.manifest.layouts:
+                raise CorruptCheckpoint(f"{self.where}/{name} names a layout that the manifest does not have")
+            self._receipts[rank] = receipt
+        return self._receipts[rank]
+
+    def file(self, rank: int) -> BlockFile:
+        """The rank's file; its size is checked, its blocks are when they are read."""
+        receipt = self.receipt(rank)
+        path = f"{self.folder}/{rank_file(rank, self.manifest.attempt)}"
+        try:
+            size = self.storage.size(path)
+        except FileNotFoundError:
+            raise CorruptCheckpoint(f"{self.where}: the file of rank {rank} is missing ({path})") from None
+        if size != receipt.size:
+            raise CorruptCheckpoint(f"{self.where}: the file of rank {rank} has {size:,} bytes, its receipt says {receipt.size:,}")
+        return BlockFile(self.storage, path, size, receipt.blocks, receipt.block_size)
+
+    def header(self, rank: int) -> dict[str, Entry]:
+        if rank not in self._headers:
+            file = self.file(rank)
+            what = f"{self.storage.describe()}/{file.path}"
+            head = bytearray(min(file.block_size, file.size))
+            file.read(0, memoryview(head))
+            length = header_length(bytes(head[:8]), file.size, what)
+            if length > len(head):
+                head = bytearray(min(-(-length // file.block_size) * file.block_size, file.size))
+                file.read(0, memoryview(head))
+            self._headers[rank] = parse_header(bytes(head[:length]), file.size, what)[0]
+        return self._headers[rank]
+
+    def small(self, rank: int) -> dict[str, Json]:
+        """The small state that `rank` wrote."""
+        entry = self.header(rank).get(STATE_TENSOR)
+        if entry is None:
+            raise CorruptCheckpoint(f"{self.where}: the file of rank {rank} has no {STATE_TENSOR}")
+        file = self.file(rank)
+        first = entry.start // file.block_size * file.block_size
+        data = bytearray(min(-(-entry.stop // file.block_size) * file.block_size, file.size) - first)
+        file.read(first, memoryview(data))
+        document = parse(bytes(data[entry.start - first : entry.stop - first]), f"{self.where}: state of rank {rank}")
+        if not isinstance(document, dict):
+            raise CorruptCheckpoint(f"{self.where}: the state of rank {rank} is no object")
+        return document
+
+    def pieces(self, name: str, spec: TensorSpec, wanted: Box) -> Iterator[tuple[int, Box, Entry]]:
+        """(rank, box, where in that rank's file) of every written piece of a placed tensor that meets `wanted`."""
+        assert spec.placement is not None and spec.shape is not None
+        for rank, box in spec.placement.pieces(spec.shape, spec.replica, wanted):
+            entry = self.entry(rank, name)
+            if (entry.dtype, entry.shape) != stored_as(spec.dtype, box.size):
+                raise CorruptCheckpoint(
+                    f"{self.where}: rank {rank} holds {name} as {entry.dtype} {list(entry.shape)}, "
+                    f"its layout says {spec.dtype} {list(box.size)}"
+                )
+            yield rank, box, entry
+
+    def entry(self, rank: int, name: str) -> Entry:
+        try:
+            return self.header(rank)[name]
+        except KeyError:
+            raise CorruptCheckpoint(f"{self.where}: the file of rank {rank} lacks {name}") from None
+
+    def nbytes(self) -> int:
+        """Bytes of all placed tensors, each counted once."""
+        total = 0
+        for spec in self.tensors.values():
+            if spec.shape is not None:
+                total += Box.whole(spec.shape).numel * item_size(spec.dtype)
+        return total
+
+    def _get(self, name: str, expected: str) -> bytes:
+        try:
+            data = self.storage.get(f"{self.folder}/{name}")
+        except FileNotFoundError:
+            raise CorruptCheckpoint(f"{self.where}: {name} is missing") from None
+        if digest(data) != expected:
+            raise CorruptCheckpoint(f"{self.where}: {name} is not what the manifest vouches for")
+        return data

@@ -1,0 +1,356 @@
+"""The public door of the engine."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from holdfast.core.documents import canonical
+from holdfast.core.manifest import attempt_name
+from holdfast.engine import rng
+from holdfast.engine.capture import Staging
+from holdfast.engine.collect import Registered, bare_optimizer, collect, world
+from holdfast.engine.deadlines import POLL, Deadlines
+from holdfast.engine.firstbatch import before_first_batch
+from holdfast.engine.gate import Gate
+from holdfast.engine.names import Models, join, keyed
+from holdfast.engine.plan import SavePlan, make_plan
+from holdfast.engine.restore import restore_rng
+from holdfast.engine.resume import Resume, folder_of, survey
+from holdfast.engine.retention import remove_checkpoint, superfluous
+from holdfast.engine.runs import next_run_sequence, remember_run
+from holdfast.engine.service import Job, Save, Service
+from holdfast.engine.store import Below, connect, shake_hands
+from holdfast.errors import DeadlineExceeded, SaveFailed, UsageError
+from holdfast.storage import LocalFolder
+
+log = logging.getLogger("holdfast")
+
+
+class Checkpointer:
+    """Saves and resumes a training run, on every rank of it, with no collective.
+
+    Args:
+        folder: where the checkpoints go, as `checkpoint-<step>`. A relative path is resolved by rank 0.
+        model: the model, or a list or dict of models; wrapped by DDP or FSDP2, compiled, or plain.
+        optimizer: the optimizer, or a list or dict of them; Accelerate's wrappers are seen through.
+        lr_scheduler, scaler: objects with `state_dict` and `load_state_dict`, or lists or dicts of them.
+        dataloader: the same; `holdfast.DataLoader` keeps a position that any number of ranks can continue.
+        extra: the caller's own state by name: objects with `state_dict` and `load_state_dict`, or dicts and lists that are
+            filled in place on resume.
+        overlap: False: `save` returns when the state has been copied. True: it returns at once, and the copy runs beside
+            forward and backward; the next `optimizer.step` waits for it, and whatever else changes parameters or `extra`
+            tensors must run inside `mutating()`.
+        keep_last: keep this many complete checkpoints; the newest is never removed. None keeps all.
+        deadlines: how long to wait for other ranks.
+
+    All ranks make their Checkpointers in the same order, after the process group.
+
+    Raises:
+        UsageError: an argument is not what it should be.
+        UnsupportedState: the state holds something that cannot be saved; the message has its path.
+        DeadlineExceeded: not all ranks came.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        model: Models,
+        optimizer: object = None,
+        lr_scheduler: object = None,
+        dataloader: object = None,
+        scaler: object = None,
+        extra: Mapping[str, object] | None = None,
+        overlap: bool = False,
+        keep_last: int | None = None,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        if keep_last is not None and keep_last < 1:
+            raise UsageError(f"keep_last is {keep_last}, should be at least 1, or None to keep all")
+        self.overlap, self.keep_last = overlap, keep_last
+        self.saves: list[Save] = []
+        """Every save of this run, with its times and its outcome."""
+        self._deadlines = deadlines or Deadlines()
+        self._registered = _register(model, optimizer, lr_scheduler, dataloader, scaler, extra)
+        self._rank, self._world_size = self._registered.rank, self._registered.world_size
+        canonical(collect(self._registered).small)  # what cannot be saved is refused before the first step
+        training_store, service_store = connect(self._world_size, self._deadlines)
+        self._storage, self._run = self._meet(Path(folder), training_store)
+        self._store = Below(training_store, self._run.nonce)
+        self._resumes = 0
+        self._verified: set[str] = set()
+        self._staging = Staging()
+        self._plan: SavePlan | None = None
+        self._reported = 0
+        self._gate = Gate(self._registered.optimizers, self._deadlines.capture)
+        self._goodbyes = Below(service_store, self._run.nonce)
+        self._service = Service(
+            self._storage, self._goodbyes, self._run, self._rank, self._world_size, self._deadlines, self._after_commit
+        )
+        self._closed = False
+        self._at_exit = _close_at_exit(self)
+
+    def resume(self, path: str | os.PathLike[str] | None = None) -> int:
+        """Continue where a checkpoint stood; returns its step: optimizer steps already done, 0 where there is none.
+
+        Args:
+            path: exactly this checkpoint (`checkpoint-500` in the folder, or a path); by default the newest that every
+                rank finds whole.
+
+        All ranks call it, after the Checkpointer is made and before training. The random number generators are put back
+        at once, and again just before the first batch of a registered data loader reaches the loop.
+
+        Raises:
+            CheckpointNotFound: there is nothing at `path`.
+            IncompatibleCheckpoint: it is of another model, another optimizer, or cannot go to this number of ranks.
+            NoUsableCheckpoint: there are complete checkpoints and none holds.
+            CorruptCheckpoint: `path` does not hold.
+        """
+        self._gate.wait()
+        self._resumes += 1
+        resume = Resume(self._store, self._registered, self._deadlines, self._resumes)
+        start = time.perf_counter()
+        if path is None:
+            checkpoint = resume.newest(self._storage)
+        else:
+            folder = Path(path)
+            if len(folder.parts) == 1 and not folder.is_absolute():
+                checkpoint = resume.exactly(self._storage, folder.name)
+            else:
+                checkpoint = resume.exactly(LocalFolder(folder.absolute().parent), folder.name)
+        if checkpoint is None or resume.plan is None:
+            self._say(f"no checkpoint in {self._storage.describe()} yet: beginning at step 0")
+            return 0
+        self._gate.resumed()
+        self._verified.add(checkpoint.folder)
+        plan = resume.plan
+        for key, value in self._registered.stateful.items():
+            if key.partition(".")[0] == "dataloader":
+                before_first_batch(value, lambda: restore_rng(plan))
+        step = checkpoint.manifest.step
+        self._say(f"resumed from {checkpoint.where} at step {step} in {time.perf_counter() - start:.2f} s")
+        return step
+
+    def save(self, step: int) -> Save:
+        """Save the state as `checkpoint-<step>`; all ranks call it, between two optimizer steps.
+
+        Returns when the state has been copied (at once with `overlap`); the writing goes on beside the training. When the
+        save before this one is still being written, its staging is waited for first.
+
+        Returns:
+            Save: its record, filled as it goes on.
+
+        Raises:
+            UsageError: `step` is no whole number, or the state is being changed (`mutating`).
+            SaveFailed: the service thread has died.
+        """
+        started = time.perf_counter()
+        if type(step) is not int or step < 0:
+            raise UsageError(f"save(step): step is {step!r}, should be the number of optimizer steps done")
+        if self._closed:
+            raise UsageError("save() after close()")
+        if self.overlap and not self.saves:
+            self._gate.check_hooks()
+        capture = self._gate.begin()
+        try:
+            self._wait_for_staging()
+            index = len(self.saves) + 1
+            save = Save(step, index, folder_of(step), attempt_name(self._run.nonce, index), requested=started)
+            self._stage(save)
+        except BaseException:
+            capture.done.set()
+            raise
+        self.saves.append(save)
+        if not self.overlap:
+            capture.done.set()
+        job = Job(save, self._current_plan(), self._collected, self._staging, capture if self.overlap else None)
+        self._service.submit(job)
+        save.blocked_s += time.perf_counter() - started
+        self._gate.charge(save)
+        return save
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until every requested save is complete.
+
+        Raises:
+            SaveFailed: one of them failed since the last `wait`; the message has the rank, the host and the cause.
+            DeadlineExceeded: it took longer than `timeout` seconds (by default, what the deadlines allow in all).
+        """
+        if timeout is None:
+            timeout = self._deadlines.capture + 2 * self._deadlines.commit
+        end = time.monotonic() + timeout
+        while self._reported < len(self.saves):
+            save = self.saves[self._reported]
+            while not save.finished.wait(min(1.0, max(0.0, end - time.monotonic()))):
+                if not self._service.alive:
+                    raise SaveFailed(f"rank {self._rank}: the service thread died while it saved step {save.step}")
+                if time.monotonic() >= end:
+                    raise DeadlineExceeded(f"rank {self._rank}: the save of step {save.step} is not done after {timeout:.0f} s")
+            self._reported += 1
+            if save.error is not None:
+                raise save.error
+
+    @contextlib.contextmanager
+    def mutating(self) -> Iterator[None]:
+        """Around whatever changes parameters or `extra` tensors outside `optimizer.step`: waits for a copy under way.
+
+        EMA updates and swaps, `fuse_lora`, a schedule-free optimizer's `train()` and `eval()`, loading weights.
+        """
+        with self._gate.mutating():
+            yield
+
+    def close(self) -> None:
+        """Finish what was requested, say goodbye to the other ranks and stop; a second call does nothing.
+
+        Raises:
+            SaveFailed: a save that nobody has waited for failed.
+        """
+        if self._closed:
+            return
+        try:
+            self.wait()
+        finally:
+            self._stop(patience=self._deadlines.goodbye)
+            self._part()
+
+    def _part(self) -> None:
+        """The rank that may host the store leaves last."""
+        self._goodbyes.publish(f"goodbye/{self._rank}", b"1")
+        end = time.monotonic() + self._deadlines.goodbye
+        missing = set(range(self._world_size)) if self._rank == 0 else set()
+        while missing and time.monotonic() < end:
+            missing = {r for r in missing if self._goodbyes.look(f"goodbye/{r}") is None}
+            time.sleep(POLL if missing else 0)
+
+    def _stop(self, patience: float) -> None:
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        self._gate.close()
+        if not self._service.stop(patience):
+            log.error("rank %d: the service thread did not end within %.0f s", self._rank, patience)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        elif not self._closed:  # other ranks may be gone: finish the own part and leave
+            self._stop(patience=self._deadlines.goodbye)
+
+    def _stage(self, save: Save) -> None:
+        """Find the state, note the small state, and copy what must be copied before `save` returns."""
+        collected = collect(self._registered)
+        small = canonical({"state": collected.small, "rng": rng.capture(), "step": save.step, "rank": self._rank})
+        self._collected = collected
+        self._plan = make_plan(collected, self._rank, self._world_size, len(small), self._plan)
+        self._staging.prepare(self._plan, collected.tensors)
+        start = time.perf_counter()
+        names = self._staging.names
+        self._staging.copy(filter(collected.volatile.__contains__, names) if self.overlap else names, collected.tensors)
+        self._staging.put_small(small)
+        save.captured_s = time.perf_counter() - start
+
+    def _current_plan(self) -> SavePlan:
+        assert self._plan is not None
+        return self._plan
+
+    def _wait_for_staging(self) -> None:
+        if not self._service.staging_free.wait(self._deadlines.commit):
+            raise DeadlineExceeded(
+                f"rank {self._rank}: the last save is still being written after {self._deadlines.commit:.0f} s; save less often, or "
+                "write to a faster disk"
+            )
+
+    def _meet(self, folder: Path, store: Any) -> tuple[LocalFolder, Any]:
+        """Resolve the folder, and meet the other ranks; an absolute path is each rank's own."""
+        sequence, here = 0, folder.absolute()
+        if self._rank == 0:
+            sequence = next_run_sequence(_make(here))
+        run = shake_hands(store, self._rank, self._world_size, str(here), sequence, self._deadlines)
+        storage = _make(here if folder.is_absolute() else Path(run.folder))
+        if self._rank == 0:
+            remember_run(storage, run)
+        return storage, run
+
+    def _after_commit(self, save: Save) -> None:
+        """On the service thread, once a save is complete: rank 0 removes what `keep_last` no longer wants."""
+        if self._rank != 0 or self.keep_last is None:
+            return
+        for old in superfluous(survey(self._storage)[0], self.keep_last, self._verified):
+            remove_checkpoint(self._storage, old.folder)
+
+    def _say(self, line: str) -> None:
+        if self._rank == 0:
+            log.info("%s", line)
+
+
+def _make(folder: Path) -> LocalFolder:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot use {folder} for checkpoints: {error.strerror or error}") from error
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"cannot write to {folder}: give a folder that this user may write to")
+    return LocalFolder(folder)
+
+
+def _register(
+    model: Models, optimizer: object, lr_scheduler: object, dataloader: object, scaler: object, extra: Mapping[str, object] | None
+) -> Registered:
+    models: dict[str, nn.Module] = {}
+    for key, value in keyed(model, "model").items():
+        if not isinstance(value, nn.Module):
+            raise UsageError(f"{join('model', key)} is a {type(value).__name__}, should be a torch.nn.Module")
+        models[key] = value
+    if not models:
+        raise UsageError("a Checkpointer needs a model")
+    optimizers = {key: bare_optimizer(value, join("optimizer", key)) for key, value in keyed(optimizer, "optimizer").items()}
+    stateful: dict[str, Any] = {}
+    groups = {"lr_scheduler": lr_scheduler, "scaler": scaler, "dataloader": dataloader}
+    for kind, given in groups.items():
+        for key, value in keyed(given, kind).items():
+            name = join(kind, key)
+            if not _stateful(value):
+                remedy = (
+                    "; use holdfast.DataLoader, torchdata's StatefulDataLoader, or Accelerate's use_stateful_dataloader"
+                    if kind == "dataloader"
+                    else ""
+                )
+                raise UsageError(f"{name} is a {type(value).__name__} without state_dict and load_state_dict{remedy}")
+            stateful[name] = value
+    for key, value in keyed(extra or {}, "extra").items():
+        if not _stateful(value) and not isinstance(value, dict | list):
+            raise UsageError(
+                f"extra[{key!r}] is a {type(value).__name__}: give an object with state_dict and load_state_dict, or a dict or list, "
+                "which is filled in place on resume"
+            )
+        stateful[join("extra", key)] = value
+    return Registered(models, optimizers, stateful, *world())
+
+
+def _stateful(value: object) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _close_at_exit(checkpointer: Checkpointer) -> Any:
+    """At interpreter exit, finish the own part of what was requested: a thread that still copies then would abort the process."""
+    reference = weakref.ref(checkpointer)
+
+    def finish() -> None:
+        alive = reference()
+        if alive is not None and not alive._closed:
+            alive._stop(patience=alive._deadlines.goodbye)
+
+    atexit.register(finish)
+    return finish

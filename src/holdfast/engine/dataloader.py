@@ -1,0 +1,145 @@
+"""A DataLoader for map-style datasets whose position any number of ranks can continue.
+
+There is one stream of samples for the whole job: the permutation of epoch 0, then that of epoch 1, and so on. The next
+global batch takes the next `world_size * batch_size` samples of it, each rank its part, so that no sample is lost, padded
+or seen twice in an epoch, and the position is one number. A batch may hold the end of one epoch and the beginning of the
+next. The order depends on `seed` and the epoch only, and nothing is drawn from the global generators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset, Sampler
+
+from holdfast.errors import UsageError
+
+
+class _GlobalBatches(Sampler[list[int]]):
+    """The batches of one rank, from the loader's position to the end of its epoch."""
+
+    def __init__(self, size: int, batch_size: int, shuffle: bool, seed: int, rank: int, world_size: int) -> None:
+        self.size, self.batch_size, self.shuffle, self.seed = size, batch_size, shuffle, seed
+        self.rank, self.world_size = rank, world_size
+        self.position = 0
+
+    @property
+    def stride(self) -> int:
+        return self.batch_size * self.world_size
+
+    def __len__(self) -> int:
+        """Batches until the current epoch's samples have all been given out."""
+        return -(-(self.size - self.position % self.size) // self.stride)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start = self.position
+        for _ in range(len(self)):
+            mine = start + self.rank * self.batch_size
+            yield [self._sample(i) for i in range(mine, mine + self.batch_size)]
+            start += self.stride
+
+    def _sample(self, index: int) -> int:
+        epoch, place = divmod(index, self.size)
+        return self._order(epoch)[place]
+
+    def _order(self, epoch: int) -> list[int]:
+        cached: tuple[int, list[int]] | None = getattr(self, "_cached", None)
+        if cached is None or cached[0] != epoch:
+            if self.shuffle:
+                generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % (1 << 63))
+                order = torch.randperm(self.size, generator=generator).tolist()
+            else:
+                order = list(range(self.size))
+            self._cached = cached = (epoch, order)
+        return cached[1]
+
+
+class DataLoader(TorchDataLoader[Any]):
+    """torch's DataLoader over one global, resumable order of a map-style dataset.
+
+    Args:
+        dataset: has `__len__` and `__getitem__`; one item is one sample.
+        batch_size: samples per rank and batch.
+        shuffle: a new permutation every epoch, else the dataset's own order.
+        seed: of the permutations; the same on all ranks.
+        rank, world_size: of the data-parallel group; by default those of the default process group.
+        num_workers, collate_fn, pin_memory: as in torch.
+
+    One `for` over the loader gives the rest of the current epoch. `epoch` and `samples_seen` count what has been handed to
+    the loop, on all ranks together; batches that workers have read ahead do not count.
+    """
+
+    any_world_size = True
+    """Its position is that of the whole job, so a checkpoint of any number of ranks fits."""
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int = 1,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        distributed = dist.is_available() and dist.is_initialized()
+        rank = rank if rank is not None else dist.get_rank() if distributed else 0
+        world_size = world_size if world_size is not None else dist.get_world_size() if distributed else 1
+        if not hasattr(dataset, "__len__"):
+            raise UsageError("holdfast.DataLoader needs a map-style dataset (one with __len__); streams keep their own position")
+        size = len(dataset)
+        if size == 0:
+            raise UsageError("the dataset is empty")
+        if batch_size < 1:
+            raise UsageError(f"batch_size is {batch_size}, should be at least 1")
+        batches = _GlobalBatches(size, batch_size, shuffle, seed, rank, world_size)
+        # A generator of its own: torch would draw the workers' seed from the global one at every iter().
+        super().__init__(
+            dataset,
+            batch_sampler=batches,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        self._batches = batches
+
+    @property
+    def epoch(self) -> int:
+        return self._batches.position // self._batches.size
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples handed out since the beginning of the run, on all ranks together."""
+        return self._batches.position
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for batch in super().__iter__():
+            self._batches.position += self._batches.stride
+            yield batch
+
+    def state_dict(self) -> dict[str, int | bool]:
+        b = self._batches
+        return {"samples_seen": b.position, "dataset_size": b.size, "seed": b.seed, "shuffle": b.shuffle}
+
+    def load_state_dict(self, state: dict[str, int | bool]) -> None:
+        """Continue where `state` stood, on any number of ranks and with any batch size.
+
+        Raises:
+            UsageError: the order was another one (dataset size, seed or shuffle differ).
+        """
+        mine = self.state_dict()
+        for key in ("dataset_size", "seed", "shuffle"):
+            if state[key] != mine[key]:
+                raise UsageError(
+                    f"the data loader's {key} is {mine[key]}, it was {state[key]} when the checkpoint was saved: "
+                    "the order of the samples would be another one; restore it, or start a new run"
+                )
+        self._batches.position = int(state["samples_seen"])

@@ -1,0 +1,136 @@
+"""The gate: while a copy of the state runs, no optimizer step may begin.
+
+A pre-step hook on every optimizer waits for the copy that is under way, and so does `mutating()` around whatever else
+changes parameters. The gate opens by itself when the copy is done, when it failed, and when it takes longer than its
+deadline; the copy is void then, so that a slow or dead service thread never stops the training.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from holdfast.errors import UsageError
+
+log = logging.getLogger("holdfast")
+
+
+class Charged(Protocol):
+    """Who is told of the time that the training thread waited."""
+
+    blocked_s: float
+
+
+class Capture:
+    """One copy of the state under way. `void` is set when it must not be used any more."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.void = False
+
+
+class Gate:
+    """Hooks on the optimizers of one Checkpointer. All methods but `Capture.done.set` belong to the training thread."""
+
+    def __init__(self, optimizers: dict[str, torch.optim.Optimizer], deadline: float) -> None:
+        self._deadline = deadline
+        self._capture: Capture | None = None
+        self._mutating = 0
+        self._charged: Charged | None = None
+        self.steps = dict.fromkeys(optimizers, 0)
+        self._optimizers = optimizers
+        self._own_steps = {key: own_counter(o) for key, o in optimizers.items()}
+        self._handles = []
+        for key, optimizer in optimizers.items():
+            self._handles += [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._counter(key)),
+            ]
+
+    def close(self) -> None:
+        self.wait()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def begin(self) -> Capture:
+        """A copy begins; from now on the gate is closed until its `done` is set."""
+        if self._mutating:
+            raise UsageError("save() was called inside `with checkpointer.mutating()`: the state is not one to keep; save after it")
+        self.wait()
+        self._capture = Capture()
+        return self._capture
+
+    def charge(self, save: Charged) -> None:
+        """Count what the training thread waits for the copy under way as blocked by `save`."""
+        self._charged = save
+
+    def wait(self) -> None:
+        """Until no copy is under way, or until the deadline makes it void."""
+        capture = self._capture
+        if capture is None:
+            return
+        if not capture.done.is_set():
+            start = time.perf_counter()
+            if not capture.done.wait(self._deadline):
+                capture.void = True
+                log.error("the copy of the state was not done after %.0f s: it is void, and the training goes on", self._deadline)
+            if self._charged is not None:
+                self._charged.blocked_s += time.perf_counter() - start
+        self._capture = None
+
+    @contextmanager
+    def mutating(self) -> Iterator[None]:
+        self.wait()
+        self._mutating += 1
+        try:
+            yield
+        finally:
+            self._mutating -= 1
+
+    def resumed(self) -> None:
+        """The optimizers' own counters were loaded: count from there."""
+        self.steps = dict.fromkeys(self._optimizers, 0)
+        self._own_steps = {key: own_counter(o) for key, o in self._optimizers.items()}
+
+    def check_hooks(self) -> None:
+        """That no optimizer moved past its hooks; asked before the first overlapping save.
+
+        Raises:
+            UsageError: one did (its step is fused into the backward, or called on a copy).
+        """
+        for key, optimizer in self._optimizers.items():
+            before, now = self._own_steps[key], own_counter(optimizer)
+            if now is not None and now - (before or 0) > self.steps[key]:
+                raise UsageError(
+                    f"optimizer {key or type(optimizer).__name__} has made {now - (before or 0)} steps, and its step hooks have "
+                    f"seen {self.steps[key]}: it changes parameters outside step(). Use overlap=False with it."
+                )
+
+    def _counter(self, key: str) -> Callable[..., None]:
+        def after_step(*_: Any) -> None:
+            self.steps[key] += 1
+
+        after_step._torchdynamo_disable = True  # type: ignore[attr-defined]
+        return after_step
+
+    def _before_step(self, *_: Any) -> None:
+        self.wait()
+
+    # A hook that waits cannot be traced; the attribute is what torch.compiler.disable sets, without importing dynamo.
+    _before_step._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def own_counter(optimizer: torch.optim.Optimizer) -> int | None:
+    """How many steps the optimizer says it has made; None when it does not count, or has not begun."""
+    for state in optimizer.state.values():
+        if isinstance(state, dict) and "step" in state:
+            return int(state["step"])
+    counters = [g[k] for g in optimizer.param_groups for k in ("step", "k") if isinstance(g.get(k), int)]
+    return max(counters) if counters else None

@@ -1,0 +1,70 @@
+"""The plan of a save: the layout, and where each tensor that this rank writes lies in the image of its file.
+
+Made once and kept: it changes only when a tensor appears, goes or changes its shape, so that a save of the same state
+builds no header and no layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from holdfast.core.boxes import Shape
+from holdfast.core.layout import Layout, TensorSpec, spread_replicas, stored_as
+from holdfast.core.safetensors import ALIGNMENT, ITEM_SIZE, Entry, build_header
+from holdfast.engine.collect import Collected
+
+STATE_TENSOR = "holdfast.state"
+"""The small state of a rank: JSON as bytes, padded with spaces, the last tensor of its file."""
+
+_STATE_ROOM = 64 << 10
+"""The small state's space grows in steps of this, so that a counter's next digit does not change the header."""
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """`entries` are the tensors that this rank writes, in file order; `image_size` is the file's size in bytes."""
+
+    signature: object
+    layout: Layout
+    header: bytes
+    entries: Mapping[str, Entry]
+    state_entry: Entry
+    plain: tuple[str, ...]
+    """Names of the per-rank tensors, whose common digest tells whether all ranks hold the same."""
+
+    @property
+    def image_size(self) -> int:
+        return self.state_entry.stop
+
+    @property
+    def buffer_size(self) -> int:
+        """The image rounded up, so that it can be written in whole blocks past the page cache."""
+        return -(-self.image_size // ALIGNMENT) * ALIGNMENT
+
+
+def make_plan(collected: Collected, rank: int, world_size: int, small_bytes: int, last: SavePlan | None) -> SavePlan:
+    """The plan for what was collected; `last` itself where it still fits."""
+    signature = {name: (held.spec, held.local.shape) for name, held in collected.tensors.items()}
+    if last is not None and small_bytes <= last.state_entry.nbytes and last.signature == signature:
+        return last
+    specs = spread_replicas({name: held.spec for name, held in collected.tensors.items()})
+    layout = Layout(world_size, specs, dict(collected.aliases))
+    mine: list[tuple[str, str, Shape]] = []
+    for name, spec in specs.items():
+        if writes(spec, rank):
+            mine.append((name, *stored_as(spec.dtype, tuple(collected.tensors[name].local.shape))))
+    mine.sort(key=lambda t: (-ITEM_SIZE[t[1]], t[0]))
+    room = -(-(small_bytes + 1024) // _STATE_ROOM) * _STATE_ROOM
+    header, entries = build_header([*mine, (STATE_TENSOR, "U8", (room,))], {"format": "pt", "holdfast": "1"})
+    state_entry = entries.pop(STATE_TENSOR)
+    plain = tuple(sorted(name for name, spec in specs.items() if spec.placement is None))
+    return SavePlan(signature, layout, header, entries, state_entry, plain)
+
+
+def writes(spec: TensorSpec, rank: int) -> bool:
+    """Whether `rank` writes its piece of a tensor: always its own, of copies only the chosen one."""
+    if spec.placement is None:
+        return True
+    coordinate = spec.placement.mesh.coordinate(rank)
+    return coordinate is not None and spec.placement.replica(coordinate) == spec.replica

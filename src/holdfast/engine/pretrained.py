@@ -1,0 +1,256 @@
+"""Pretrained weights from a Hugging Face folder, straight into the shards of a model that was built on the meta device.
+
+1. *Plan*, with no memory touched: pair the tensors of the model with those of the folder by name, compare shapes, find a
+   value for every buffer that no file has. Whatever does not fit is told at once, in one error.
+2. *Materialise* (`engine.meta`): allocate this rank's shard of each tensor.
+3. *Read* the box that each shard is of its tensor. Every rank reads for itself: no collective, no broadcast, and none ever
+   holds the whole. A shard of whole rows (FSDP2's own) costs its own bytes, up to a page at either end; of a shard of
+   columns, the gaps between rows that are shorter than a block (1 MiB) are read too.
+
+Memory beside the shards: a few read buffers of 8 MiB, and the model's non-persistent buffers twice for a moment.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from holdfast.core.boxes import REPLICATE, Box, Mesh, Placement
+from holdfast.engine.blocks import BlockFile, Part, read_parts
+from holdfast.engine.dtypes import DTYPE_OF
+from holdfast.engine.meta import home_of, materialise, values_without_file
+from holdfast.engine.names import named_state, unwrap
+from holdfast.errors import IncompatibleCheckpoint, UsageError
+from holdfast.formats.huggingface import StoredTensor, stored_tensors
+from holdfast.storage import LocalFolder, Storage
+
+Model = TypeVar("Model", bound=nn.Module)
+
+PAGE = 4096
+"""There are no hashes to check, so reads are rounded out to pages and not to hash blocks."""
+
+
+def load_pretrained(
+    model: Model,
+    folder: str | os.PathLike[str] | Storage,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    variant: str | None = None,
+    key_mapping: Mapping[str, str] | None = None,
+    build: Callable[[], nn.Module] | None = None,
+    allow_unexpected: bool = False,
+) -> Model:
+    """Fill `model` from `folder` and return it. Every rank calls it for itself, at any time.
+
+    Args:
+        model: built on the meta device or not; sharded by FSDP2 or not, before or after DDP. Gradients and optimizer state
+            are no business of this function: call it before there are any.
+        folder: holds `model*.safetensors` or `diffusion_pytorch_model*.safetensors`, one file or several with their index.
+        dtype: of floating-point parameters and persistent buffers; None keeps the model's. Values are converted on the way.
+        device: where tensors go that are on the meta device; None means the mesh's device (the host for what FSDP2
+            offloads), and without a mesh torch's default device.
+        variant: as in `model.fp16.safetensors`.
+        key_mapping: regular expression -> replacement for names of the folder, the first that matches; for folders whose
+            names differ by more than a leading part.
+        build: makes a second model of the same kind; needed for non-persistent buffers on the meta device where the model has
+            no `config` to build it from.
+        allow_unexpected: do not mind tensors of the folder that the model has no place for.
+
+    Raises:
+        CheckpointNotFound: no such folder, or no safetensors weights in it.
+        IncompatibleCheckpoint: names, shapes or kinds of number differ; the model is as it was.
+        CorruptCheckpoint: a file is damaged or lies about itself.
+        UsageError: the model cannot be filled like this (FSDP1, a placement without boxes, no source for a buffer).
+    """
+    storage = LocalFolder(folder) if isinstance(folder, str | os.PathLike) else folder
+    _reshard(model)
+    fills = _plan(model, stored_tensors(storage, variant), storage.describe(), key_mapping or {}, allow_unexpected)
+    missing = values_without_file(model, {id(fill.target) for fill in fills}, build)
+
+    home = home_of(model, device)
+    materialise(model, [fill.target for fill in fills], dtype, home)
+    for value in missing:
+        value.put(home)
+    _read(storage, fills)
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class _Fill:
+    """A tensor of the model (whole or a DTensor), the part of it that this rank holds, and where its values lie."""
+
+    name: str
+    target: torch.Tensor
+    box: Box
+    source: StoredTensor
+
+
+def _plan(
+    model: nn.Module,
+    stored: dict[str, StoredTensor],
+    where: str,
+    key_mapping: Mapping[str, str],
+    allow_unexpected: bool,
+) -> list[_Fill]:
+    """Pair every parameter and persistent buffer with a stored tensor; a tied one is found under any of its names."""
+    state = named_state({"": model})
+    targets = {_bare(name): tensor for name, tensor in state.tensors.items()}
+    names = {name: [name] for name in targets}
+    for alias, name in state.aliases.items():
+        names[_bare(name)].append(_bare(alias))
+    known = {name for group in names.values() for name in group}
+
+    inner = unwrap(model)
+    found = _aligned(stored, known, str(getattr(inner, "base_model_prefix", "")), key_mapping)
+    fills, missing, differing = [], [], []
+    for name, target in targets.items():
+        source = next((found[n] for n in names[name] if n in found), None)
+        if source is None:
+            missing.append(name)
+        elif not _fits(target, source):
+            stored_as = _described(DTYPE_OF[source.entry.dtype], source.entry.shape)
+            differing.append(f"{name} is {stored_as} in the folder and {_described(target.dtype, target.shape)} here")
+        else:
+            fills.append(_Fill(name, target, _box(name, target), source))
+    unexpected = [] if allow_unexpected else sorted(found.keys() - known - _ignored(inner, found))
+    if missing or unexpected or differing:
+        hint = _hint(inner, missing, unexpected, differing)
+        raise IncompatibleCheckpoint(
+            f"{where} does not fit this {type(inner).__name__}: "
+            + "; ".join(
+                f"{len(names)} {what}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+                for names, what in (
+                    (missing, "missing there"),
+                    (unexpected, "unknown to the model"),
+                    (differing, "of another shape or kind"),
+                )
+                if names
+            )
+            + hint
+        )
+    return fills
+
+
+def _read(storage: Storage, fills: Iterable[_Fill]) -> int:
+    """Read the boxes, file by file; returns the bytes read."""
+    files: dict[str, tuple[int, list[Part]]] = {}
+    for fill in fills:
+        local = fill.target.to_local() if isinstance(fill.target, DTensor) else fill.target
+        entry = fill.source.entry
+        part = Part(fill.name, entry.dtype, entry, Box.whole(entry.shape), fill.box, local.detach())
+        files.setdefault(fill.source.path, (fill.source.file_size, []))[1].append(part)
+    return sum(
+        read_parts(BlockFile(storage, path, size, block_size=PAGE), parts) for path, (size, parts) in files.items()
+    )
+
+
+def _reshard(model: nn.Module) -> None:
+    """Show shards: after a forward without gradients FSDP2 may still show the whole parameters."""
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise UsageError(
+                "load_pretrained fills a model before FSDP version 1 wraps it, or one sharded by version 2"
+            )
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _box(name: str, tensor: torch.Tensor) -> Box:
+    """Which part of the whole tensor this rank holds."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Box.whole(shape)
+    mesh, dims = tensor.device_mesh, []
+    for placement in tensor.placements:
+        if type(placement) is not Shard and not isinstance(placement, Replicate):
+            raise UsageError(f"load_pretrained cannot fill {name}, which is placed as {placement}")
+        dims.append(placement.dim % len(shape) if type(placement) is Shard else REPLICATE)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise UsageError(f"load_pretrained was called on a rank that holds no part of {name}: it is not in {mesh}")
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    return Placement(Mesh(tuple(mesh.shape), ranks), tuple(dims)).box(shape, tuple(coordinate))
+
+
+# ------------------------------------------------------------------------------------------------------------ the names
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix("model.")  # which `named_state` puts before all of them
+
+
+def _aligned(
+    stored: dict[str, StoredTensor], known: set[str], base: str, key_mapping: Mapping[str, str]
+) -> dict[str, StoredTensor]:
+    """The stored tensors under the model's names.
+
+    A leading part may stand on one side only: the folder is of a body and the model has a head or the other way round
+    (`base`), or all names of one side share it (the attribute of a wrapper that another version of the library does not
+    have). Taken is the reading under which most names meet, the plain one if it is as good.
+    """
+    if key_mapping:
+        stored = {_mapped(name, key_mapping): tensor for name, tensor in stored.items()}
+    readings = [stored]
+    for prefix in sorted({f"{base}." if base else "", _shared_prefix(stored), _shared_prefix(known)} - {""}):
+        readings.append({n.removeprefix(prefix): t for n, t in stored.items() if n.startswith(prefix)})
+        readings.append({prefix + n: t for n, t in stored.items()})
+    return max(readings, key=lambda reading: len(reading.keys() & known))
+
+
+def _mapped(name: str, key_mapping: Mapping[str, str]) -> str:
+    for pattern, replacement in key_mapping.items():
+        renamed, count = re.subn(pattern, replacement, name)
+        if count:
+            return renamed
+    return name
+
+
+def _shared_prefix(names: Iterable[str]) -> str:
+    """`part.` when all names begin with it, else the empty string."""
+    first = {name.split(".", 1)[0] if "." in name else "" for name in names}
+    return f"{first.pop()}." if len(first) == 1 and "" not in first else ""
+
+
+def _fits(target: torch.Tensor, source: StoredTensor) -> bool:
+    stored = DTYPE_OF[source.entry.dtype]
+    same_kind = (stored.is_floating_point, stored.is_complex) == (
+        target.dtype.is_floating_point,
+        target.dtype.is_complex,
+    )
+    return same_kind and tuple(target.shape) == source.entry.shape
+
+
+def _ignored(inner: nn.Module, names: Iterable[str]) -> set[str]:
+    """Names that a folder may have beside the model's: what its class says, and buffers that the model makes itself."""
+    patterns = getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ()
+    own = {name for name, _ in inner.named_buffers()}
+    return {name for name in names if name in own or any(re.search(pattern, name) for pattern in patterns)}
+
+
+def _described(dtype: torch.dtype, shape: Iterable[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def _hint(inner: nn.Module, missing: list[str], unexpected: list[str], differing: list[str]) -> str:
+    """What to do next."""
+    ties = getattr(inner, "all_tied_weights_keys", None) or {}
+    for name, source in ties.items():
+        if name in missing:
+            return (
+                f". {name} should be the same parameter as {source}, and is one of its own: give both modules to one "
+                "fully_shard call, so that they stay tied"
+            )
+    if missing and unexpected:
+        return ". Where only names differ, pass key_mapping={pattern: replacement}"
+    if unexpected and not missing and not differing:
+        return ". Pass allow_unexpected=True to leave them out"
+    return ". Build the model from the config.json of this folder"

@@ -1,0 +1,220 @@
+"""Which checkpoint a run continues from: the newest that every rank finds whole, the same on all ranks.
+
+Rank 0 proposes, newest first. Every rank looks (names, shapes, documents; no memory touched) and votes, rank 0 decides; the
+ranks read, vote again on what they read, and rank 0 decides again. A checkpoint that fails on any rank is passed over on
+all. Newest means the highest (run sequence, save index) in the manifest, never a time, a name or a step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.core.manifest import MANIFEST_FILE, Manifest
+from holdfast.engine import restore
+from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.collect import Registered
+from holdfast.engine.deadlines import POLL, Deadlines
+from holdfast.engine.retention import Complete
+from holdfast.engine.store import Store, name_ranks
+from holdfast.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    DeadlineExceeded,
+    HoldfastError,
+    IncompatibleCheckpoint,
+    NoUsableCheckpoint,
+)
+from holdfast.storage import Storage
+
+log = logging.getLogger("holdfast")
+
+_FOLDER = re.compile(r"checkpoint-(\d+)")
+
+
+def folder_of(step: int) -> str:
+    return f"checkpoint-{step}"
+
+
+def survey(storage: Storage) -> tuple[list[Complete], list[str]]:
+    """The complete checkpoints of an output folder, newest first, and why the other candidates do not count."""
+    complete, passed_over = [], []
+    for name in sorted(storage.names("")):
+        if not _FOLDER.fullmatch(name):
+            continue
+        path = f"{name}/{MANIFEST_FILE}"
+        try:
+            manifest = Manifest.parse(storage.get(path), f"{storage.describe()}/{path}")
+            complete.append(Complete(name, manifest.order, manifest.step))
+        except (FileNotFoundError, NotADirectoryError):
+            passed_over.append(f"{name} is incomplete: it has no {MANIFEST_FILE}, its save was interrupted")
+        except (CorruptCheckpoint, OSError) as error:
+            passed_over.append(f"{name} cannot be used: {error}")
+    return sorted(complete, key=lambda c: c.order, reverse=True), passed_over
+
+
+@dataclass
+class Resume:
+    """One `resume()` of all ranks together. `index` tells it from earlier ones of the same run."""
+
+    store: Store
+    registered: Registered
+    deadlines: Deadlines
+    index: int
+    plan: restore.Restore | None = None
+    """What was restored, once it was."""
+
+    def newest(self, storage: Storage) -> Checkpoint | None:
+        """Continue from the newest checkpoint that holds on all ranks; None where there is none yet.
+
+        Raises:
+            NoUsableCheckpoint: there are complete ones, and none holds.
+            IncompatibleCheckpoint: the newest is of another model or optimizer: older ones would be too.
+        """
+        candidates: list[str] = []
+        if self.registered.rank == 0:
+            complete, passed_over = survey(storage)
+            for line in passed_over:
+                log.warning("passed over: %s", line)
+            candidates = [c.folder for c in complete]
+        reasons: list[str] = []
+        for number in range(1 << 30):
+            proposal = self._propose(storage, candidates, number)
+            if proposal is None:
+                break
+            checkpoint, reason = self._try(storage, proposal, number)
+            if checkpoint is not None:
+                return checkpoint
+            reasons.append(reason)
+            if self.registered.rank == 0:
+                log.warning("passed over: %s", reason)
+        if reasons:
+            raise NoUsableCheckpoint(
+                f"none of the {len(reasons)} complete checkpoints in {storage.describe()} can be used: {'; '.join(reasons)}. "
+                "Repair or remove them, or start in another folder; nothing was started over"
+            )
+        return None
+
+    def exactly(self, storage: Storage, folder: str) -> Checkpoint:
+        """Continue from this one, or fail on all ranks."""
+        proposal = self._propose(storage, [folder], 0)
+        assert proposal is not None
+        checkpoint, reason = self._try(storage, proposal, 0)
+        if checkpoint is None:
+            raise CorruptCheckpoint(reason)
+        return checkpoint
+
+    def _propose(self, storage: Storage, candidates: Sequence[str], number: int) -> dict[str, str] | None:
+        key = f"resume/{self.index}/{number}/proposal"
+        if self.registered.rank == 0:
+            proposal: dict[str, str] | None = None
+            if number < len(candidates):
+                proposal = {"folder": candidates[number], "digest": "", "error": ""}
+                try:
+                    proposal["digest"] = Checkpoint(storage, candidates[number]).digest
+                except (CheckpointError, OSError) as error:
+                    proposal |= _as_vote(error)
+            self.store.publish(key, json.dumps(proposal).encode())
+            return proposal
+        answer = self._await(key, self.deadlines.agreement, "rank 0 did not propose a checkpoint")
+        return json.loads(answer)  # type: ignore[no-any-return]
+
+    def _try(self, storage: Storage, proposal: dict[str, str], number: int) -> tuple[Checkpoint | None, str]:
+        """The checkpoint once it is loaded on all ranks, or why it is passed over."""
+        if proposal["error"]:
+            _raise_if_final(proposal)
+            return None, proposal["error"]
+        prefix = f"resume/{self.index}/{number}"
+        checkpoint, plan, error = None, None, None
+        try:
+            checkpoint = Checkpoint(storage, proposal["folder"])
+            if checkpoint.digest != proposal["digest"]:
+                raise CorruptCheckpoint(f"{checkpoint.where} is another checkpoint here than on rank 0: the folders differ")
+            plan = restore.match(checkpoint, self.registered)
+        except (HoldfastError, OSError) as failed:
+            error = failed
+        verdict = self._vote(f"{prefix}/match", error, self.deadlines.agreement)
+        if verdict["error"]:
+            _raise_if_final(verdict)
+            return None, verdict["error"]
+        assert checkpoint is not None
+        assert plan is not None
+        try:
+            read = restore.read(plan)
+            log.debug("rank %d read %d bytes of %s", self.registered.rank, read, checkpoint.where)
+        except (HoldfastError, OSError) as failed:
+            error = failed
+        verdict = self._vote(f"{prefix}/read", error, self.deadlines.load)
+        if verdict["error"]:
+            _raise_if_final(verdict)
+            return None, verdict["error"]
+        restore.install(plan)
+        self.plan = plan
+        return checkpoint, ""
+
+    def _vote(self, prefix: str, error: Exception | None, deadline: float) -> dict[str, str]:
+        """Tell rank 0 how it went here and hear how it went everywhere."""
+        rank, world_size = self.registered.rank, self.registered.world_size
+        mine = _as_vote(error)
+        if rank != 0:
+            self.store.publish(f"{prefix}/{rank}", json.dumps(mine | {"host": socket.gethostname()}).encode())
+            verdict = json.loads(self._await(f"{prefix}/verdict", deadline, "rank 0 did not decide on a checkpoint"))
+        else:
+            votes = {0: mine | {"host": socket.gethostname()}}
+            end = time.monotonic() + deadline
+            while len(votes) < world_size:
+                for r in range(1, world_size):
+                    if r not in votes and (told := self.store.look(f"{prefix}/{r}")) is not None:
+                        votes[r] = json.loads(told)
+                if len(votes) < world_size:
+                    if time.monotonic() > end:
+                        missing = name_ranks(set(range(world_size)) - votes.keys())
+                        raise DeadlineExceeded(f"{missing} did not look at a checkpoint within {deadline:.0f} s; look into their logs")
+                    time.sleep(POLL)
+            against = [(r, v) for r, v in sorted(votes.items()) if v["error"]]
+            verdict = _as_vote(None)
+            if against:
+                r, vote = against[0]
+                verdict = {"error": f"{vote['error']} (rank {r} on {vote['host']})", "kind": vote["kind"]}
+            self.store.publish(f"{prefix}/verdict", json.dumps(verdict).encode())
+        if error is not None and verdict["kind"] == mine["kind"] and isinstance(error, HoldfastError):
+            _raise_own(error)
+        return verdict  # type: ignore[no-any-return]
+
+    def _await(self, key: str, deadline: float, problem: str) -> bytes:
+        end = time.monotonic() + deadline
+        while (value := self.store.look(key)) is None:
+            if time.monotonic() > end:
+                raise DeadlineExceeded(f"rank {self.registered.rank}: {problem} within {deadline:.0f} s; look into its log")
+            time.sleep(POLL)
+        return value
+
+
+_FINAL: dict[str, type[HoldfastError]] = {
+    kind.__name__: kind for kind in (CheckpointNotFound, IncompatibleCheckpoint)
+}
+"""Errors that no older checkpoint would mend."""
+
+
+def _as_vote(error: Exception | None) -> dict[str, str]:
+    if error is None:
+        return {"error": "", "kind": ""}
+    kind = next((name for name, c in _FINAL.items() if isinstance(error, c)), "")
+    text = error.args[0] if isinstance(error, HoldfastError) and error.args else f"{type(error).__name__}: {error}"
+    return {"error": str(text), "kind": kind}
+
+
+def _raise_own(error: HoldfastError) -> None:
+    if isinstance(error, tuple(_FINAL.values())):
+        raise error
+
+
+def _raise_if_final(verdict: dict[str, str]) -> None:
+    if verdict["kind"]:
+        raise _FINAL[verdict["kind"]](verdict["error"])

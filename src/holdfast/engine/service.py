@@ -1,0 +1,267 @@
+"""The service thread of a rank: everything of a save that need not be on the training thread.
+
+    capture (overlap only) -> file -> receipt -> announcement -> rank 0: all announcements -> manifest -> retention
+
+It waits for no other rank to write its own part; only the manifest needs them all. A failure anywhere is told to all ranks
+through the store, the files of the attempt that a rank wrote are removed by that rank, and the next save starts afresh.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from holdfast.core.manifest import BLOCK, Announcement, Receipt, rank_file
+from holdfast.engine import commit, writer
+from holdfast.engine.capture import Staging
+from holdfast.engine.collect import Collected
+from holdfast.engine.deadlines import POLL, Deadlines
+from holdfast.engine.gate import Capture
+from holdfast.engine.plan import SavePlan
+from holdfast.engine.store import Run, Store, name_ranks
+from holdfast.errors import DeadlineExceeded, HoldfastError, SaveFailed
+from holdfast.storage import Storage
+
+log = logging.getLogger("holdfast")
+
+
+@dataclass
+class Save:
+    """One requested save and what became of it. Times are seconds; `durable_s` counts from the request to the manifest."""
+
+    step: int
+    index: int
+    folder: str
+    attempt: str
+    state: str = "writing"
+    blocked_s: float = 0.0
+    captured_s: float = 0.0
+    written_s: float = 0.0
+    durable_s: float = 0.0
+    bytes: int = 0
+    error: HoldfastError | None = None
+    requested: float = field(default_factory=time.perf_counter)
+    finished: threading.Event = field(default_factory=threading.Event, repr=False)
+
+
+@dataclass
+class Job:
+    """A save on its way: `capture` is set where the copy is still to be made, `announced` when this rank has done its part."""
+
+    save: Save
+    plan: SavePlan
+    collected: Collected
+    staging: Staging
+    capture: Capture | None
+    announced: float | None = None
+
+
+class Service:
+    """Owns the thread and the list of saves that wait for their manifest."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        store: Store,
+        run: Run,
+        rank: int,
+        world_size: int,
+        deadlines: Deadlines,
+        after_commit: Callable[[Save], None],
+    ) -> None:
+        self._storage, self._store, self._run = storage, store, run
+        self._rank, self._world_size, self._deadlines = rank, world_size, deadlines
+        self._after_commit = after_commit
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._pending: list[Job] = []
+        self.staging_free = threading.Event()
+        self.staging_free.set()
+        self.host = socket.gethostname()
+        self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+        self._thread = threading.Thread(target=self._serve, name="holdfast-service", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def submit(self, job: Job) -> None:
+        self.staging_free.clear()
+        self._queue.put(job)
+
+    def stop(self, deadline: float) -> bool:
+        """Let it finish what it has and end; False when it did not within `deadline` seconds."""
+        self._queue.put(None)
+        self._thread.join(deadline)
+        return not self._thread.is_alive()
+
+    def _serve(self) -> None:
+        if self._device is not None:  # a new thread begins on device 0
+            torch.accelerator.set_device_index(self._device)
+        stopping = False
+        while not (stopping and not self._pending):
+            try:
+                job = self._queue.get(timeout=POLL if self._pending else None)
+            except queue.Empty:
+                job = None
+            else:
+                stopping = stopping or job is None
+            if job is not None:
+                self._perform(job)
+            elif stopping and self._pending:
+                time.sleep(POLL)
+            for waiting in list(self._pending):
+                self._follow(waiting)
+
+    def _perform(self, job: Job) -> None:
+        phase = "capture"
+        try:
+            try:
+                self._finish_capture(job)
+                phase = "write"
+                receipt = self._write(job)
+            finally:
+                if job.capture is not None:
+                    job.capture.done.set()
+                self.staging_free.set()
+            phase = "announcement"
+            self._store.publish(f"{job.save.index}/receipt/{self._rank}", Announcement.of(receipt).encoded())
+            self._store.add(f"{job.save.index}/receipts", 1)
+        except Exception as error:  # whatever it is: the training goes on, and every rank hears of it
+            self._fail(job, phase, error)
+        else:
+            job.announced = time.perf_counter()
+            self._pending.append(job)
+
+    def _finish_capture(self, job: Job) -> None:
+        if job.capture is None:
+            return
+        start = time.perf_counter()
+        job.staging.copy([n for n in job.staging.names if n not in job.collected.volatile], job.collected.tensors)
+        job.save.captured_s = time.perf_counter() - start
+        job.capture.done.set()
+        if job.capture.void:
+            raise SaveFailed("the copy of the state took longer than its deadline, and the training went on without it")
+
+    def _write(self, job: Job) -> Receipt:
+        save, plan = job.save, job.plan
+        start = time.perf_counter()
+        self._storage.make_folder(save.folder)
+        name = rank_file(self._rank, save.attempt)
+        blocks = writer.write_image(self._storage, save.folder, name, plan, job.staging)
+        save.written_s, save.bytes = time.perf_counter() - start, plan.image_size
+        receipt = Receipt(
+            attempt=save.attempt,
+            run_sequence=self._run.run_sequence,
+            save_index=save.index,
+            step=save.step,
+            rank=self._rank,
+            world_size=self._world_size,
+            layout=plan.layout.digest,
+            size=plan.image_size,
+            block_size=BLOCK,
+            blocks=blocks,
+            plain=job.staging.plain_digest(),
+            host=self.host,
+            captured_s=save.captured_s,
+            written_s=save.written_s,
+        )
+        writer.write_receipt(self._storage, save.folder, plan, receipt)
+        return receipt
+
+    def _follow(self, job: Job) -> None:
+        """Has this save become complete, or failed, or waited for too long?"""
+        save = job.save
+        try:
+            failure = self._store.look(f"{save.index}/failed")
+            if failure is not None:
+                self._give_up(job, SaveFailed(self._describe_failure(save, failure)), _nobody_commits(failure))
+            elif self._rank == 0 and self._store.add(f"{save.index}/receipts", 0) == self._world_size:
+                self._commit(job)
+            elif self._rank != 0 and self._store.look(f"{save.index}/complete") is not None:
+                self._finish(job)
+            elif job.announced is not None and time.perf_counter() - job.announced > self._deadlines.commit:
+                self._out_of_time(job)
+        except Exception as error:
+            self._fail(job, "commit", error)
+
+    def _out_of_time(self, job: Job) -> None:
+        """Rank 0 alone decides that a save has failed once receipts are out: it alone knows that it will not commit."""
+        if self._rank == 0:
+            self._fail(job, "delivery", DeadlineExceeded(self._missing(job.save)))
+        else:
+            waited = f"rank 0 has not completed step {job.save.step} within {self._deadlines.commit:.0f} s"
+            self._give_up(job, DeadlineExceeded(f"rank {self._rank} ({self.host}): {waited}; look into its log"), remove=False)
+
+    def _commit(self, job: Job) -> None:
+        save = job.save
+        announcements = []
+        for rank in range(self._world_size):
+            data = self._store.look(f"{save.index}/receipt/{rank}")
+            announcements.append(Announcement.parse(data or b"null", f"the announcement of rank {rank} for step {save.step}"))
+        digest = commit.write_manifest(self._storage, save.folder, announcements, self._run.run_sequence, save.index)
+        self._store.publish(f"{save.index}/complete", digest.encode())
+        self._finish(job)
+
+    def _finish(self, job: Job) -> None:
+        self._pending.remove(job)
+        job.save.durable_s = time.perf_counter() - job.save.requested
+        job.save.state = "complete"
+        try:
+            self._after_commit(job.save)
+        finally:
+            job.save.finished.set()
+
+    def _fail(self, job: Job, phase: str, error: Exception) -> None:
+        message = str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
+        told = {"rank": self._rank, "host": self.host, "phase": phase, "message": message}
+        failure = json.dumps(told).encode()
+        try:
+            self._store.publish(f"{job.save.index}/failed", failure)
+        except Exception as lost:  # the store is gone, and with it the job: what is known is said here
+            log.error("rank %d: the store does not answer (%s)", self._rank, lost)
+        self._give_up(job, SaveFailed(self._describe_failure(job.save, failure)), _nobody_commits(failure), error)
+
+    def _give_up(self, job: Job, error: SaveFailed, remove: bool, cause: Exception | None = None) -> None:
+        if job in self._pending:
+            self._pending.remove(job)
+        error.__cause__ = cause
+        job.save.error, job.save.state = error, "failed"
+        log.error("%s", error)
+        try:
+            if remove:
+                writer.remove_attempt(self._storage, job.save.folder, self._rank, job.save.attempt)
+        except OSError as left:
+            log.warning("rank %d: files of the failed attempt stay in %s (%s)", self._rank, job.save.folder, left)
+        job.save.finished.set()
+
+    def _describe_failure(self, save: Save, failure: bytes) -> str:
+        told = json.loads(failure)
+        return (
+            f"the save of step {save.step} failed on rank {told['rank']} ({told['host']}) in phase '{told['phase']}': "
+            f"{told['message']}. Earlier checkpoints are untouched and training goes on."
+        )
+
+    def _missing(self, save: Save) -> str:
+        waited = f"after {self._deadlines.commit:.0f} s"
+        absent = [r for r in range(self._world_size) if self._store.look(f"{save.index}/receipt/{r}") is None]
+        return (
+            f"{name_ranks(absent)} did not deliver {waited}: every rank has to call save({save.step}), "
+            "and its disk has to take its part in that time; look into their logs"
+        )
+
+
+def _nobody_commits(failure: bytes) -> bool:
+    """Whether no manifest can name this attempt, so that its files may go: a rank did not deliver, and rank 0 knows it.
+
+    A failure while the manifest is written, or while a receipt is announced, may come after the fact.
+    """
+    return json.loads(failure)["phase"] in ("capture", "write", "delivery")

@@ -1,0 +1,190 @@
+"""The key-value store that the ranks of a job share, and the handshake that makes one attempt out of them.
+
+Every rank has a connection of its own (`clone`): a blocking request of one thread must not block another's. A `set` returns
+before the server has it; an `add` that follows on the same connection does not, so `publish` is a `set` and an `add`.
+
+The store outlives restarts of the ranks, so keys of an earlier attempt may be there. Nothing is believed but what lies below
+the run's nonce, and a rank believes a nonce only from an answer that repeats the random token it has just made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch.distributed as dist
+
+from holdfast.engine.deadlines import POLL, Deadlines
+from holdfast.errors import DeadlineExceeded
+
+_instances = 0
+"""Checkpointers made in this process; ranks make them in the same order, so the n-th of each rank belong together."""
+
+
+class Store(Protocol):
+    """What the engine asks of the store."""
+
+    def publish(self, key: str, value: bytes) -> None:
+        """Set a key; returns when the server has it."""
+        ...
+
+    def look(self, key: str) -> bytes | None:
+        """The value of a key, or None where it is not set; never waits for it."""
+        ...
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return it."""
+        ...
+
+
+class LocalStore:
+    """The store of a job of one rank: a dict."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def publish(self, key: str, value: bytes) -> None:
+        with self._lock:
+            self._values[key] = value
+
+    def look(self, key: str) -> bytes | None:
+        with self._lock:
+            return self._values.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        with self._lock:
+            total = int(self._values.get(key, b"0")) + amount
+            self._values[key] = str(total).encode()
+            return total
+
+
+class SharedStore:
+    """A connection of its own to the store of the default process group, below a prefix."""
+
+    def __init__(self, prefix: str, timeout: float) -> None:
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        default = _get_default_store()
+        connection = default.clone() if hasattr(default, "clone") else default
+        connection.set_timeout(timedelta(seconds=timeout))
+        self._store = dist.PrefixStore(prefix, connection)  # type: ignore[attr-defined]
+        self._lock = threading.Lock()
+
+    def publish(self, key: str, value: bytes) -> None:
+        with self._lock:
+            self._store.set(key, value)  # type: ignore[arg-type]  # bytes are fine
+            self._store.add("published", 1)
+
+    def look(self, key: str) -> bytes | None:
+        with self._lock:
+            return bytes(self._store.get(key)) if self._store.check([key]) else None
+
+    def add(self, key: str, amount: int) -> int:
+        with self._lock:
+            return int(self._store.add(key, amount))
+
+
+class Below:
+    """A store seen below a prefix."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+
+    def publish(self, key: str, value: bytes) -> None:
+        self._store.publish(f"{self._prefix}/{key}", value)
+
+    def look(self, key: str) -> bytes | None:
+        return self._store.look(f"{self._prefix}/{key}")
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(f"{self._prefix}/{key}", amount)
+
+
+def connect(world_size: int, deadlines: Deadlines) -> tuple[Store, Store]:
+    """Two connections for this process's next Checkpointer: its training thread's and its service thread's."""
+    global _instances
+    _instances += 1
+    if world_size == 1:
+        local = LocalStore()
+        return local, local
+    prefix = f"holdfast/{_instances}"
+    return SharedStore(prefix, deadlines.store), SharedStore(prefix, deadlines.store)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What the ranks agreed on when they met."""
+
+    nonce: str
+    run_sequence: int
+    folder: str
+
+
+def shake_hands(store: Store, rank: int, world_size: int, folder: str, run_sequence: int, deadlines: Deadlines) -> Run:
+    """Meet the other ranks of this very attempt.
+
+    Rank 0 answers every rank's fresh token with a nonce, `run_sequence` and the `folder` as it resolved it; the ranks go on
+    when they have its answer, rank 0 when it has all acknowledgements.
+
+    Raises:
+        DeadlineExceeded: ranks did not come; rank 0 names them.
+    """
+    end = time.monotonic() + deadlines.handshake
+    if rank == 0:
+        return _welcome(store, world_size, Run(secrets.token_hex(8), run_sequence, folder), end, deadlines)
+    token = secrets.token_hex(8)
+    hello = {"token": token, "host": socket.gethostname(), "pid": os.getpid()}
+    store.publish(f"hello/{rank}", json.dumps(hello).encode())
+    while True:
+        answer = json.loads(store.look(f"welcome/{rank}") or b"{}")
+        if answer.get("token") == token:
+            store.publish(f"{answer['nonce']}/met/{rank}", b"1")
+            return Run(answer["nonce"], answer["run_sequence"], answer["folder"])
+        if time.monotonic() > end:
+            raise DeadlineExceeded(
+                f"rank {rank} on {hello['host']}: rank 0 did not answer within {deadlines.handshake:.0f} s; "
+                "every rank has to make its Checkpointer: look into rank 0's log for what stopped it"
+            )
+        time.sleep(POLL)
+
+
+def _welcome(store: Store, world_size: int, run: Run, end: float, deadlines: Deadlines) -> Run:
+    answered: dict[int, str] = {}
+    missing = set(range(1, world_size))
+    while missing:
+        for rank in sorted(missing):
+            hello = json.loads(store.look(f"hello/{rank}") or b"{}")
+            if hello and answered.get(rank) != hello["token"]:
+                answer = {"token": hello["token"], "nonce": run.nonce, "run_sequence": run.run_sequence, "folder": run.folder}
+                store.publish(f"welcome/{rank}", json.dumps(answer).encode())
+                answered[rank] = hello["token"]
+            if store.look(f"{run.nonce}/met/{rank}") is not None:
+                missing.discard(rank)
+        if missing and time.monotonic() > end:
+            raise DeadlineExceeded(
+                f"rank 0 on {socket.gethostname()}: {name_ranks(missing)} did not make a Checkpointer within "
+                f"{deadlines.handshake:.0f} s; look into their logs, and make it on all ranks"
+            )
+        if missing:
+            time.sleep(POLL)
+    return run
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """`rank 3`, `ranks 1, 2 and 5`, with the tail of a long list counted."""
+    ordered = sorted(ranks)
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    shown = [str(r) for r in ordered[:12]]
+    if len(ordered) > len(shown):
+        return f"ranks {', '.join(shown)} and {len(ordered) - len(shown)} more"
+    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
