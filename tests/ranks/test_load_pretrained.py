@@ -1,0 +1,437 @@
+"""load_pretrained: what from_pretrained gives, to the bit, read by every rank for its own shards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import FluxTransformer2DModel
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from transformers import (
+    CLIPTextModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    T5EncoderModel,
+)
+
+from holdfast.engine.meta import parameters_on_meta
+from holdfast.engine.pretrained import load_pretrained
+from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, IncompatibleCheckpoint, UsageError
+from holdfast.storage import LocalFolder
+
+if TYPE_CHECKING:
+    from holdfast.testing.pool import RankPool
+
+KINDS: dict[str, Any] = {
+    "transformer": FluxTransformer2DModel,
+    "text_encoder": CLIPTextModel,
+    "text_encoder_2": T5EncoderModel,
+    "llama": LlamaForCausalLM,
+}
+
+
+def on_meta(kind: Any, folder: Path) -> nn.Module:
+    config = kind.load_config(folder) if hasattr(kind, "load_config") else kind.config_class.from_pretrained(folder)
+    with torch.device("meta"):
+        return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+
+
+def inputs(kind: str) -> dict[str, Any]:
+    ids = torch.arange(10).reshape(2, 5)
+    if kind != "transformer":
+        return {"input_ids": ids}
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "hidden_states": torch.randn(2, 6, 4, generator=generator),
+        "encoder_hidden_states": torch.randn(2, 5, 32, generator=generator),
+        "pooled_projections": torch.randn(2, 32, generator=generator),
+        "timestep": torch.tensor([0.3, 0.7]),
+        "img_ids": torch.arange(18.0).reshape(6, 3),
+        "txt_ids": torch.zeros(5, 3),
+        "guidance": torch.ones(2),
+    }
+
+
+def shard(model: nn.Module, **options: Any) -> nn.Module:
+    """Blocks one by one, the rest (tied embeddings included) with the root."""
+    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    for name, blocks in lists:
+        if not any(name.startswith(f"{outer}.") for outer, _ in lists):
+            for block in blocks:
+                fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+class CountingFolder(LocalFolder):
+    """A folder that adds up the bytes that are read, headers included."""
+
+    read = 0
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> None:
+        super().read_into(path, offset, target)
+        self.read += len(target)
+
+
+def differences(model: nn.Module, reference: nn.Module) -> list[str]:
+    """Names of parameters and buffers (persistent or not) that differ in value, dtype or ties."""
+    expected = {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
+    got = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if got.keys() != expected.keys():
+        return sorted(got.keys() ^ expected.keys())
+    whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in got.items()}
+    return [n for n, t in whole.items() if t.dtype != expected[n].dtype or not torch.equal(t, expected[n])]
+
+
+def load_on_ranks(kind: str, folder: Path, how: str = "rows") -> dict[str, Any]:
+    reference = KINDS[kind].from_pretrained(folder).eval()
+    world = dist.get_world_size()
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (world,))}
+    if how == "columns":
+        options["shard_placement_fn"] = lambda p: Shard(p.ndim - 1 if p.shape[-1] % world == 0 else 0)
+    elif how == "offload":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    elif how == "hsdp":
+        options["mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    model = shard(on_meta(KINDS[kind], folder).eval(), **options)
+
+    source = CountingFolder(folder)
+    state = torch.get_rng_state()
+    with CommDebugMode() as traffic:
+        assert load_pretrained(model, source) is model
+    calls, undisturbed = traffic.get_total_counts(), torch.equal(state, torch.get_rng_state())
+    different = differences(model, reference)
+    with torch.no_grad():
+        output, expected = model(**inputs(kind))[0], reference(**inputs(kind))[0]
+    model(**inputs(kind))[0].float().square().mean().backward()  # the shards are FSDP2's: it can reduce into them
+    ranks = {id(p): p for p in model.parameters()}
+    return {
+        "different": different,
+        "forward": torch.equal(output, expected),
+        "calls": calls,
+        "undisturbed": undisturbed,
+        "gradients": all(p.grad is not None for p in ranks.values() if p.requires_grad),
+        "read": source.read,
+        "names": len(list(model.named_parameters(remove_duplicate=False))),
+        "ties": len(list(model.named_parameters(remove_duplicate=False))) - len(ranks),
+    }
+
+
+@pytest.fixture(scope="session")
+def folders(flux_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Flux's three models, and a Llama with tied embeddings whose vocabulary is no multiple of 2 or 3."""
+    llama = tmp_path_factory.mktemp("pretrained") / "llama"
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=24, intermediate_size=50, num_hidden_layers=2, num_attention_heads=2,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(llama)
+    return {"llama": llama, **{kind: flux_folder / kind for kind in KINDS if kind != "llama"}}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_are_those_of_from_pretrained(
+    pool: RankPool, folders: dict[str, Path], kind: str, world_size: int
+) -> None:
+    for result in pool.run(load_on_ranks, world_size, kind, folders[kind]):
+        assert result["different"] == []
+        assert result["forward"]
+        assert result["calls"] == 0
+        assert result["undisturbed"]
+        assert result["gradients"]
+        assert result["ties"] == {"llama": 1, "text_encoder_2": 1}.get(kind, 0)
+
+
+@pytest.mark.parametrize(("how", "world_size"), [("columns", 2), ("offload", 2), ("hsdp", 4)])
+def test_however_it_is_sharded(pool: RankPool, folders: dict[str, Path], how: str, world_size: int) -> None:
+    for result in pool.run(load_on_ranks, world_size, "llama", folders["llama"], how):
+        assert (result["different"], result["forward"], result["calls"]) == ([], True, 0)
+
+
+def count_bytes(folder: Path) -> int:
+    source = CountingFolder(folder)
+    load_pretrained(shard(on_meta(LlamaForCausalLM, folder)), source)
+    return source.read
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_reads_its_own_bytes(pool: RankPool, tmp_path: Path, world_size: int) -> None:
+    """Its share of the file, and beside it the header and at most a page at either end of each tensor's rows."""
+    config = LlamaConfig(
+        vocab_size=3000, hidden_size=256, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    size, tensors = file.stat().st_size, len(load_file(file))
+    slack = 64 * 1024 + tensors * 2 * 4096
+    assert slack < size / 20
+    for read in pool.run(count_bytes, world_size, tmp_path):
+        assert size / world_size * 0.95 < read <= size / world_size + slack
+
+
+# ---------------------------------------------------------------------------------------------------------- one process
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_process_without_sharding(folders: dict[str, Path], kind: str) -> None:
+    reference = KINDS[kind].from_pretrained(folders[kind]).eval()
+    model = load_pretrained(on_meta(KINDS[kind], folders[kind]).eval(), folders[kind])
+    assert differences(model, reference) == []
+    assert torch.equal(model(**inputs(kind))[0], reference(**inputs(kind))[0])
+
+
+def test_wrappers_change_no_name(folders: dict[str, Path]) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    model = on_meta(LlamaForCausalLM, folders["llama"])
+    apply_activation_checkpointing(model, check_fn=lambda m: m in list(model.model.layers))
+    load_pretrained(torch.compile(model), folders["llama"])
+    reference = LlamaForCausalLM.from_pretrained(folders["llama"])
+    for got, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(got, expected)
+    assert torch.equal(model.model.rotary_emb.inv_freq, reference.model.rotary_emb.inv_freq)
+
+
+def test_what_an_optimizer_refers_to_stays_the_models(folders: dict[str, Path]) -> None:
+    model = on_meta(LlamaForCausalLM, folders["llama"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    load_pretrained(model, folders["llama"])
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+
+
+def test_a_model_with_memory_is_filled_in_place(folders: dict[str, Path]) -> None:
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(folders["llama"]))
+    pointers = [p.data_ptr() for p in model.parameters()]
+    load_pretrained(model, folders["llama"])
+    assert pointers == [p.data_ptr() for p in model.parameters()]
+    assert differences(model, LlamaForCausalLM.from_pretrained(folders["llama"])) == []
+
+
+@pytest.mark.parametrize("kind", ["transformer", "text_encoder"])
+def test_values_are_converted_on_the_way(folders: dict[str, Path], kind: str) -> None:
+    option = "torch_dtype" if kind == "transformer" else "dtype"
+    reference = KINDS[kind].from_pretrained(folders[kind], **{option: torch.bfloat16})
+    model = load_pretrained(on_meta(KINDS[kind], folders[kind]), folders[kind], dtype=torch.bfloat16)
+    assert differences(model, reference) == []
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def convert_on_ranks(folder: Path) -> tuple[list[str], bool]:
+    model = shard(on_meta(LlamaForCausalLM, folder))
+    load_pretrained(model, folder, dtype=torch.bfloat16)
+    reference = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    different = differences(model, reference)
+    return different, torch.equal(model(**inputs("llama"))[0], reference(**inputs("llama"))[0])
+
+
+def test_shards_are_converted_too(pool: RankPool, folders: dict[str, Path]) -> None:
+    assert pool.run(convert_on_ranks, 2, folders["llama"]) == [([], True)] * 2
+
+
+def test_several_files_and_variants(folders: dict[str, Path], tmp_path: Path) -> None:
+    reference = FluxTransformer2DModel.from_pretrained(folders["transformer"])
+    reference.save_pretrained(tmp_path / "cut", max_shard_size="60KB", variant="fp32")
+    assert len(list((tmp_path / "cut").glob("*.safetensors"))) > 2
+    model = load_pretrained(on_meta(FluxTransformer2DModel, tmp_path / "cut"), tmp_path / "cut", variant="fp32")
+    assert differences(model, reference) == []
+    with pytest.raises(CheckpointNotFound, match=r"variant 'fp16'.*choose one of these by `variant`"):
+        load_pretrained(model, tmp_path / "cut", variant="fp16")
+
+
+def rewritten(source: Path, target: Path, rename: Callable[[str], str | None]) -> Path:
+    shutil.copytree(source, target)
+    tensors = load_file(target / "model.safetensors")
+    renamed = {rename(name): tensor for name, tensor in tensors.items()}
+    save_file({n: t for n, t in renamed.items() if n is not None}, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def test_a_leading_part_may_stand_on_one_side(folders: dict[str, Path], tmp_path: Path) -> None:
+    # CLIP's text model had everything below `text_model` before transformers 5.
+    older = rewritten(folders["text_encoder"], tmp_path / "clip", lambda name: f"text_model.{name}")
+    model = load_pretrained(on_meta(CLIPTextModel, older), older)
+    assert differences(model, CLIPTextModel.from_pretrained(folders["text_encoder"])) == []
+    # The body of a model with a head, and a (tied) head on a folder of the body.
+    body = load_pretrained(on_meta(LlamaModel, folders["llama"]), folders["llama"])
+    whole = LlamaForCausalLM.from_pretrained(folders["llama"])
+    assert differences(body, whole.model) == []
+    body.save_pretrained(tmp_path / "body")
+    assert differences(load_pretrained(on_meta(LlamaForCausalLM, folders["llama"]), tmp_path / "body"), whole) == []
+
+
+def test_names_that_differ_by_more_are_mapped(tmp_path: Path) -> None:
+    config = Mistral3Config(
+        text_config={
+            "model_type": "mistral", "vocab_size": 60, "hidden_size": 16, "intermediate_size": 37, "head_dim": 4,
+            "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2,
+        },
+        vision_config={
+            "model_type": "pixtral", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4,
+            "intermediate_size": 37, "image_size": 30, "patch_size": 6, "num_channels": 3,
+        },
+        image_token_index=3, vision_feature_layer=-1,
+    )  # fmt: skip
+    reference = Mistral3ForConditionalGeneration(config)
+    reference.save_pretrained(tmp_path)
+    model = on_meta(Mistral3ForConditionalGeneration, tmp_path)
+    with pytest.raises(IncompatibleCheckpoint, match=r"missing there.*unknown to the model.*key_mapping"):
+        load_pretrained(model, tmp_path)
+    mapping = {
+        r"^language_model\.lm_head": "lm_head",
+        r"^language_model\.model": "model.language_model",
+        r"^(vision_tower|multi_modal_projector)": r"model.\1",
+    }
+    load_pretrained(model, tmp_path, key_mapping=mapping)
+    assert differences(model, reference) == []
+
+
+class Positions(nn.Module):
+    """No config; a buffer and a plain tensor that no file holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 3)
+        self.register_buffer("scale", torch.arange(3.0), persistent=False)
+        self.register_buffer("count", torch.tensor(7))
+        self.table = torch.arange(4)
+
+
+def test_buffers_without_file_and_without_config(tmp_path: Path) -> None:
+    reference = Positions()
+    save_file(reference.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = Positions()
+    with pytest.raises(UsageError, match=r"table.*pass build=lambda: Positions") as caught:
+        load_pretrained(model, tmp_path)
+    assert caught.value.exit_code == 2
+    assert model.linear.weight.is_meta
+
+    load_pretrained(model, tmp_path, build=Positions)
+    with parameters_on_meta():
+        direct = Positions()
+    assert direct.linear.weight.is_meta
+    for other in (model, load_pretrained(direct, tmp_path)):
+        assert differences(other, reference) == []
+        assert torch.equal(other.table, reference.table)
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2, device="meta")
+    for folder, message in ((tmp_path / "none", "no such folder"), (tmp_path, "no such folder, or an empty one")):
+        with pytest.raises(CheckpointNotFound, match=message) as caught:
+            load_pretrained(model, folder)
+        assert caught.value.exit_code == 2
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickled")
+    with pytest.raises(CheckpointNotFound, match=r"only pytorch_model\.bin; convert them"):
+        load_pretrained(model, tmp_path)
+    (tmp_path / "pytorch_model.bin").unlink()
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "text_encoder").mkdir()
+    with pytest.raises(CheckpointNotFound, match="it holds text_encoder, transformer"):
+        load_pretrained(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"weight": torch.zeros(3, 2)}, r"does not fit this Linear: 1 missing there: bias"),
+        ({"weight": torch.zeros(3, 2), "bias": torch.zeros(3), "more": torch.zeros(1)}, "unknown.*: more.*allow_unexpected"),
+        ({"weight": torch.zeros(2, 3), "bias": torch.zeros(3)}, r"weight is float32\[2, 3\] in the folder and float32\[3, 2\]"),
+        ({"weight": torch.zeros(3, 2).int(), "bias": torch.zeros(3)}, r"weight is int32\[3, 2\] in the folder"),
+        ({"wait": torch.zeros(3, 2), "bias": torch.zeros(3)}, "weight.*wait.*pass key_mapping"),
+    ],
+)  # fmt: skip
+def test_a_folder_of_another_model(tmp_path: Path, tensors: dict[str, torch.Tensor], message: str) -> None:
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = nn.Linear(2, 3, device="meta")
+    with pytest.raises(IncompatibleCheckpoint, match=message) as caught:
+        load_pretrained(model, tmp_path)
+    assert caught.value.exit_code == 2
+    assert all(p.is_meta for p in model.parameters())
+    if "more" in tensors:
+        assert not load_pretrained(model, tmp_path, allow_unexpected=True).weight.is_meta
+
+
+def test_weights_that_lost_their_tie_are_told(folders: dict[str, Path]) -> None:
+    model = on_meta(LlamaForCausalLM, folders["llama"])
+    model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
+    with pytest.raises(
+        IncompatibleCheckpoint, match=r"lm_head\.weight should be the same parameter as model\.embed_tokens"
+    ):
+        load_pretrained(model, folders["llama"])
+
+
+def wrap_with_fsdp1(folder: Path) -> str:
+    model = FullyShardedDataParallel(
+        LlamaForCausalLM.from_pretrained(folder), device_id=torch.device("cpu"), use_orig_params=True
+    )
+    with pytest.raises(UsageError) as caught:
+        load_pretrained(model, folder)
+    return str(caught.value)
+
+
+def test_fsdp1_is_filled_before_it_is_wrapped(pool: RankPool, folders: dict[str, Path]) -> None:
+    assert "before FSDP version 1 wraps it" in pool.run(wrap_with_fsdp1, 1, folders["llama"])[0]
+
+
+def header_of(tensors: dict[str, Any], data: bytes, length: int | None = None) -> bytes:
+    text = json.dumps(tensors).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+HOSTILE = {
+    "cut short": b"\x10",
+    "giant header": header_of({}, b"", length=1 << 62),
+    "no json": (4).to_bytes(8, "little") + b"{{{{",
+    "beyond the file": header_of({"weight": {"dtype": "F32", "shape": [3, 2], "data_offsets": [0, 24]}}, b"\0" * 8),
+    "negative": header_of({"weight": {"dtype": "F32", "shape": [3, 2], "data_offsets": [-24, 0]}}, b"\0" * 24),
+    "giant shape": header_of({"weight": {"dtype": "F32", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 24]}}, b"\0" * 24),
+    "overlap": header_of(
+        {
+            "weight": {"dtype": "F32", "shape": [3, 2], "data_offsets": [0, 24]},
+            "bias": {"dtype": "F32", "shape": [3], "data_offsets": [20, 32]},
+        },
+        b"\0" * 32,
+    ),
+    "unknown dtype": header_of({"weight": {"dtype": "PICKLE", "shape": [1], "data_offsets": [0, 8]}}, b"\0" * 8),
+    "a shape of words": header_of({"weight": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 8]}}, b"\0" * 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_header_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CorruptCheckpoint, match=r"model\.safetensors") as caught:
+        load_pretrained(nn.Linear(2, 3, device="meta"), tmp_path)
+    assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize("file", ["model-2.safetensors", "../outside.safetensors", "/etc/passwd", 7, None])
+def test_a_hostile_index_is_refused(tmp_path: Path, file: object) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    save_file({"weight": torch.zeros(3, 2), "bias": torch.zeros(3)}, tmp_path / "outside.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": file, "bias": file}}))
+    with pytest.raises(CorruptCheckpoint, match="which is not there"):
+        load_pretrained(nn.Linear(2, 3, device="meta"), folder)
+    shutil.copy(tmp_path / "outside.safetensors", folder / "model-2.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"other": "model-2.safetensors"}}))
+    with pytest.raises(CorruptCheckpoint, match="which does not hold it"):
+        load_pretrained(nn.Linear(2, 3, device="meta"), folder)
