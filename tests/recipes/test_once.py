@@ -47,7 +47,7 @@ def fail(how: str, deadline_s: float) -> tuple[str, str, float]:
                 raise UsageError("the repository is gated")
             if how == "bug":
                 raise ZeroDivisionError("a bug")
-            time.sleep(5)
+            time.sleep(3)
         return ""
 
     begun = time.monotonic()

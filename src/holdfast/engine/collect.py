@@ -60,8 +60,8 @@ class Registered:
 
 
 def bare_optimizer(optimizer: object, what: str) -> torch.optim.Optimizer:
-    """The torch optimizer inside wrappers such as Accelerate's."""
-    while not isinstance(optimizer, torch.optim.Optimizer):
+    """The torch optimizer inside wrappers such as Accelerate's, which calls itself an Optimizer, too."""
+    while not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         inner = getattr(optimizer, "optimizer", None)
         if inner is None:
             raise UsageError(f"{what} is a {type(optimizer).__name__}, should be a torch.optim.Optimizer")

@@ -36,7 +36,7 @@ def _download(name: str, parts: list[str], revision: str | None, variant: str | 
     at = f"{name}{f' at revision {revision}' if revision else ''}"
     try:
         if constants.HF_HUB_OFFLINE:
-            return str(snapshot_download(name, revision=revision, local_files_only=True))
+            return _cached(name, revision)
         api = HfApi()
         api.auth_check(name)
         files = choose_files(api.list_repo_files(name, revision=revision), parts, variant)
@@ -62,6 +62,19 @@ def _download(name: str, parts: list[str], revision: str | None, variant: str | 
             f"{at} cannot be downloaded: {without_token(str(error))}\n"
             "If it is in the local cache already, start again with HF_HUB_OFFLINE=1."
         ) from error
+
+
+def _cached(name: str, revision: str | None) -> str:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return str(snapshot_download(name, revision=revision, local_files_only=True))
+    except LocalEntryNotFoundError as error:
+        # Since version 2 the hub calls a snapshot incomplete that lacks what `choose_files` left out.
+        if path := getattr(error, "snapshot_path", None):
+            return str(path)
+        raise
 
 
 def without_token(text: str) -> str:

@@ -66,10 +66,9 @@ def train(
         overlap=True,
         keep_last=config.checkpoints_total_limit,
     )
-    with closing(checkpointer):
+    with checkpointer:
         start = _resume(config, checkpointer, accelerator)
-        reporter = _Reporter(config, accelerator, name, checkpointer, start, total)
-        with closing(reporter):
+        with closing(_Reporter(config, accelerator, name, checkpointer, start, total)) as reporter:
             for step, losses, norm in _steps(accelerator, config, model, optimizer, loader, loss, start, total):
                 lr = float(scheduler.get_last_lr()[0])
                 scheduler.step()
@@ -91,9 +90,7 @@ def _resume(config: DiffusionConfig, checkpointer: holdfast.Checkpointer, accele
             )
         return 0
     path = config.checkpoint_path()
-    step = checkpointer.resume() if path is None else checkpointer.resume(path)
-    logger.info("resumed after step %d" if step else "no checkpoint in the output folder: starting at step %d", step)
-    return step
+    return checkpointer.resume() if path is None else checkpointer.resume(path)
 
 
 def _steps(

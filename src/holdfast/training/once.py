@@ -22,6 +22,7 @@ from holdfast.errors import DeadlineExceeded, HoldfastError, UsageError
 
 _POLL_S = 0.2
 _REQUEST_S = 60.0  # one request to the store
+_FAREWELL_S = 5.0
 
 
 def once(work: Callable[[], str], per: Literal["node", "run"], deadline_s: float) -> str:
@@ -45,6 +46,7 @@ def once(work: Callable[[], str], per: Literal["node", "run"], deadline_s: float
         except Exception as error:
             usage = isinstance(error, UsageError)
             store.publish(str(rank), _encoded({"problem": error.args[0] if usage else repr(error), "usage": usage}))
+            _let_others_hear(store)
             raise
         store.publish(str(rank), _encoded({"result": result}))
     results = _await(store, workers, deadline_s)
@@ -62,6 +64,7 @@ def _await(store: SharedStore, workers: dict[int, str], deadline_s: float) -> di
             word = json.loads(found)
             if "problem" in word:
                 raised = UsageError if word["usage"] else HoldfastError
+                store.add("heard", 1)
                 raise raised(f"{word['problem']}\n(rank {index} on {workers[index]})")
             results[index] = word["result"]
         silent = sorted(workers.keys() - results.keys())
@@ -72,6 +75,13 @@ def _await(store: SharedStore, workers: dict[int, str], deadline_s: float) -> di
             raise DeadlineExceeded(
                 f"No word after {deadline_s:.0f} s from {names}, which the other ranks wait for. Look at its log."
             )
+        time.sleep(_POLL_S)
+
+
+def _let_others_hear(store: SharedStore) -> None:
+    """The store may live in this process, which is about to end; a rank that is at work still is not waited for long."""
+    until = time.monotonic() + _FAREWELL_S
+    while store.add("heard", 0) < dist.get_world_size() - 1 and time.monotonic() < until:
         time.sleep(_POLL_S)
 
 
