@@ -14,7 +14,7 @@ import torch.distributed as dist
 from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import (
@@ -238,6 +238,26 @@ def convert_on_ranks(folder: Path) -> tuple[list[str], bool]:
     return different, torch.equal(model(**inputs("llama"))[0], reference(**inputs("llama"))[0])
 
 
+def refill_after_forward(folder: Path) -> tuple[list[str], bool]:
+    """FSDP2 has initialised itself, and a forward without gradients has left the root's parameters whole."""
+    torch.manual_seed(1)
+    model = shard(LlamaForCausalLM(LlamaConfig.from_pretrained(folder))).eval()
+    with torch.no_grad():
+        model(**inputs("llama"))
+    load_pretrained(model, folder)
+    reference = LlamaForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        same = torch.equal(model(**inputs("llama"))[0], reference(**inputs("llama"))[0])
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return differences(model, reference), same
+
+
+def test_a_model_that_ran_is_filled_anew(pool: RankPool, folders: dict[str, Path]) -> None:
+    assert pool.run(refill_after_forward, 2, folders["llama"]) == [([], True)] * 2
+
+
 def test_shards_are_converted_too(pool: RankPool, folders: dict[str, Path]) -> None:
     assert pool.run(convert_on_ranks, 2, folders["llama"]) == [([], True)] * 2
 
@@ -271,6 +291,16 @@ def test_a_leading_part_may_stand_on_one_side(folders: dict[str, Path], tmp_path
     assert differences(body, whole.model) == []
     body.save_pretrained(tmp_path / "body")
     assert differences(load_pretrained(on_meta(LlamaForCausalLM, folders["llama"]), tmp_path / "body"), whole) == []
+
+
+def test_buffers_in_older_folders_are_passed_over(folders: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(folders["llama"], tmp_path / "older")
+    tensors = load_file(tmp_path / "older" / "model.safetensors")
+    for layer in range(2):
+        tensors[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
+    save_file(tensors, tmp_path / "older" / "model.safetensors", {"format": "pt"})
+    model = load_pretrained(on_meta(LlamaForCausalLM, tmp_path / "older"), tmp_path / "older")
+    assert differences(model, LlamaForCausalLM.from_pretrained(folders["llama"])) == []
 
 
 def test_names_that_differ_by_more_are_mapped(tmp_path: Path) -> None:

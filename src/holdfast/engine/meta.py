@@ -74,7 +74,8 @@ def materialise(
         torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # FSDP2 looks for new shards after what changes them all, such as `.to()`: here nothing more is changed.
+            # As after `.to()`, only that nothing more is changed: FSDP2 drops whole parameters that a forward without gradients
+            # has left, and takes the new shards, which it pads and pins.
             module._apply(lambda tensor: tensor, recurse=False)  # type: ignore[no-untyped-call]
 
 

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from holdfast.core.boxes import REPLICATE, Box, Mesh, Placement
@@ -56,6 +56,7 @@ def load_pretrained(
             are no business of this function: call it before there are any.
         folder: holds `model*.safetensors` or `diffusion_pytorch_model*.safetensors`, one file or several with their index.
         dtype: of floating-point parameters and persistent buffers; None keeps the model's. Values are converted on the way.
+            FSDP2 fixes its types at the first forward: change them before.
         device: where tensors go that are on the meta device; None means the mesh's device (the host for what FSDP2
             offloads), and without a mesh torch's default device.
         variant: as in `model.fp16.safetensors`.
@@ -72,7 +73,8 @@ def load_pretrained(
         UsageError: the model cannot be filled like this (FSDP1, a placement without boxes, no source for a buffer).
     """
     storage = LocalFolder(folder) if isinstance(folder, str | os.PathLike) else folder
-    _reshard(model)
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise UsageError("load_pretrained fills a model before FSDP version 1 wraps it, or one sharded by version 2")
     fills = _plan(model, stored_tensors(storage, variant), storage.describe(), key_mapping or {}, allow_unexpected)
     missing = values_without_file(model, {id(fill.target) for fill in fills}, build)
 
@@ -153,17 +155,6 @@ def _read(storage: Storage, fills: Iterable[_Fill]) -> int:
     )
 
 
-def _reshard(model: nn.Module) -> None:
-    """Show shards: after a forward without gradients FSDP2 may still show the whole parameters."""
-    for module in model.modules():
-        if isinstance(module, FullyShardedDataParallel):
-            raise UsageError(
-                "load_pretrained fills a model before FSDP version 1 wraps it, or one sharded by version 2"
-            )
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 def _box(name: str, tensor: torch.Tensor) -> Box:
     """Which part of the whole tensor this rank holds."""
     shape = tuple(tensor.shape)
@@ -230,10 +221,17 @@ def _fits(target: torch.Tensor, source: StoredTensor) -> bool:
 
 
 def _ignored(inner: nn.Module, names: Iterable[str]) -> set[str]:
-    """Names that a folder may have beside the model's: what its class says, and buffers that the model makes itself."""
+    """Names that a folder may have beside the model's: what its class says, and buffers that the model makes itself.
+
+    The latter by their last two parts: older folders hold `rotary_emb.inv_freq` once for every layer.
+    """
     patterns = getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ()
-    own = {name for name, _ in inner.named_buffers()}
-    return {name for name in names if name in own or any(re.search(pattern, name) for pattern in patterns)}
+    own = {_last_two(name) for name, _ in inner.named_buffers()}
+    return {name for name in names if _last_two(name) in own or any(re.search(p, name) for p in patterns)}
+
+
+def _last_two(name: str) -> tuple[str, ...]:
+    return tuple(name.split(".")[-2:])
 
 
 def _described(dtype: torch.dtype, shape: Iterable[int]) -> str:
