@@ -1,0 +1,261 @@
+"""A small training job that uses everything a checkpoint has to carry, under every sharding. Runs on the ranks of a pool."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
+
+import holdfast
+from holdfast.engine.deadlines import Deadlines
+
+SAMPLES = 23
+"""No multiple of any world size here: batches straddle the ends of epochs."""
+
+
+@dataclass
+class Job:
+    """What to run. `sharding`: none, ddp, fsdp2, offload, mixed, hsdp, flat (a flattened cp x shard mesh)."""
+
+    folder: Path
+    sharding: str = "fsdp2"
+    optimizer: str = "adamw"
+    stop: int = 8
+    save_at: tuple[int, ...] = (4,)
+    overlap: bool = False
+    resume: bool = True
+    compiled: bool = False
+    keep_last: int | None = None
+    kill: tuple[int, int] | None = None
+    """(rank, step): that rank kills itself before that step; rank -1 stands for all."""
+
+    deadlines: Deadlines = field(default_factory=lambda: Deadlines(handshake=20, agreement=20, capture=20, commit=10, goodbye=10))
+
+
+@dataclass
+class Result:
+    """`losses` of the steps made here, this rank's `samples`; the whole state after the load and at the end, by name."""
+
+    begun_at: int
+    losses: dict[int, float]
+    samples: list[int]
+    loaded: dict[str, Any]
+    final: dict[str, Any]
+    collectives: int
+    """c10d calls of this rank in resume, save, wait and close together."""
+
+    saves: list[Any]
+
+
+class Numbers(Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return {"index": torch.tensor(index), "ids": torch.randint(0, 7, (6,), generator=generator)}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(12)
+        self.linear = nn.Linear(12, 12)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(torch.tanh(self.linear(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Uneven shapes (7 rows), fewer rows than ranks (1), a tied weight, a frozen one, buffers of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 12)
+        self.module = nn.Sequential(Block(), Block())  # a user's own attribute of that name
+        self.seen = nn.BatchNorm1d(12, affine=False)
+        self.scale = nn.Linear(12, 1)
+        self.frozen = nn.Parameter(torch.linspace(0, 1, 12), requires_grad=False)
+        self.empty = nn.Parameter(torch.zeros(0, 3), requires_grad=False)  # FSDP2 reduces no empty gradient
+        self.single = nn.Parameter(torch.tensor([0.5]))
+        self.head = nn.Linear(12, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("table", torch.arange(12.0), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) + self.frozen + 0.01 * self.table
+        x = self.seen(self.module(x).flatten(0, 1)).view(*ids.shape, 12)
+        return self.head(x) * torch.sigmoid(self.scale(x)) * self.single
+
+
+def build(sharding: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = Net()
+    world_size = dist.get_world_size()
+    if sharding == "none":
+        return model
+    if sharding == "ddp":
+        return DistributedDataParallel(model)
+    options: dict[str, Any] = {}
+    if sharding == "hsdp":
+        options["mesh"] = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    elif sharding == "flat":
+        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp_shard", "cp"))
+        options["mesh"] = mesh[("dp_shard", "cp")]._flatten("dp_shard_cp")
+    else:
+        options["mesh"] = init_device_mesh("cpu", (world_size,))
+    if sharding == "offload":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if sharding == "mixed":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.module:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1 and p.numel()]
+    rest = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1 and p.numel()]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "note": ("biases", None)}]
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=1e-2)
+    if name == "prodigy":
+        from holdfast.training.prodigy import Prodigy
+
+        return Prodigy(groups, lr=1.0, d0=1e-3, use_bias_correction=True)
+    raise ValueError(name)
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """The full value of a sharded tensor. A collective: for comparing only, never inside a save."""
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.detach().clone()
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The whole state by clean name, as an independent reading of the live objects."""
+    state: dict[str, Any] = {}
+    names: dict[int, str] = {}
+    for name, p in model.named_parameters():
+        clean = ".".join(part for part in name.split(".") if part != "_orig_mod")
+        clean = clean.removeprefix("module.") if isinstance(model, DistributedDataParallel) else clean
+        names[id(p)] = clean
+        state[clean] = whole(p)
+    for p, values in optimizer.state.items():
+        for key, value in values.items():
+            state[f"{names[id(p)]}/{key}"] = whole(value) if isinstance(value, torch.Tensor) else value
+    for i, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params":
+                state[f"group {i}/{key}"] = value
+    return state
+
+
+def collectives() -> int:
+    """How many collectives this rank has begun so far, in all process groups and all threads."""
+    groups = list(dist.distributed_c10d._world.pg_map)
+    return sum(group._get_sequence_number_for_group() for group in groups)
+
+
+class Counted:
+    """Adds the collectives begun inside to `total`."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def __call__(self, call: Callable[..., Any], *args: Any) -> Any:
+        before = collectives()
+        try:
+            return call(*args)
+        finally:
+            self.total += collectives() - before
+
+
+def train(job: Job) -> Result:
+    rank = dist.get_rank()
+    model = build(job.sharding)
+    called = torch.compile(model, backend="eager") if job.compiled else model
+    optimizer = make_optimizer(job.optimizer, model)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
+    loader = holdfast.DataLoader(Numbers(), batch_size=2, seed=3)
+    torch.manual_seed(100 + rank)
+    random.seed(200 + rank)
+    np.random.seed(300 + rank)
+    counters = {"samples": 0, ("odd", 1): float("inf")}
+    counted = Counted()
+    checkpointer = holdfast.Checkpointer(
+        job.folder, model=called, optimizer=optimizer, lr_scheduler=scheduler, dataloader=loader,
+        extra={"counters": counters}, overlap=job.overlap, keep_last=job.keep_last, deadlines=job.deadlines,
+    )  # fmt: skip
+    step = counted(checkpointer.resume) if job.resume else 0
+    result = Result(step, {}, [], snapshot(model, optimizer) if step else {}, {}, 0, [])
+    while step < job.stop:
+        for batch in loader:
+            if job.kill in ((rank, step), (-1, step)):
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss = one_step(called, optimizer, scheduler, batch["ids"])
+            step += 1
+            counters["samples"] += len(batch["index"])
+            result.losses[step] = loss
+            result.samples += batch["index"].tolist()
+            if step in job.save_at:
+                counted(checkpointer.save, step)
+            if step == job.stop:
+                break
+    counted(checkpointer.wait)
+    result.final = snapshot(model, optimizer) | {"counters": dict(counters), "lr": scheduler.get_last_lr()}
+    result.saves = [(s.step, s.state, s.blocked_s) for s in checkpointer.saves]
+    counted(checkpointer.close)
+    result.collectives = counted.total
+    return result
+
+
+def one_step(model: nn.Module, optimizer: Any, scheduler: Any, ids: torch.Tensor) -> float:
+    noise = 1 + 0.1 * torch.rand(ids.shape) + 0.01 * random.random() + 0.01 * float(np.random.rand())
+    logits = model(ids).float()
+    loss = (nn.functional.cross_entropy(logits.transpose(1, 2), ids.roll(-1, 1), reduction="none") * noise).mean()
+    loss.backward()
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Names whose values are not equal to the bit."""
+    names = sorted(a.keys() ^ b.keys(), key=str)
+    for name in a.keys() & b.keys():
+        x, y = a[name], b[name]
+        if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+            same = x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y)
+        else:
+            same = type(x) is type(y) and x == y
+        if not same:
+            names.append(name)
+    return names
+
+
+def survive(job: Job) -> str:
+    """`train` on a rank whose peers may die: what it ends with."""
+    try:
+        train(job)
+    except RuntimeError as error:
+        return str(error)
+    return "finished"
