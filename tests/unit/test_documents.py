@@ -1,0 +1,172 @@
+"""Documents, headers, layouts, receipts and manifests: what is written is read back, and a stranger's is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.core.boxes import REPLICATE, Mesh, Placement
+from holdfast.core.documents import MAX_DEPTH, canonical, parse
+from holdfast.core.layout import Layout, OptimizerSlot, TensorSpec, spread_replicas
+from holdfast.core.manifest import Announcement, Manifest, Receipt
+from holdfast.core.safetensors import build_header, header_length, parse_header
+from holdfast.errors import CorruptCheckpoint
+
+D = "0123456789abcdef" * 2
+
+RECEIPT = Receipt("00aa11bb-3", 2, 3, 500, 1, 4, D, (1 << 20) + 5, 1 << 20, (D, D), D, "node-1", 0.25, 1.5)
+MANIFEST = Manifest("00aa11bb-3", 2, 3, 500, 2, (D,), (D, D), True)
+
+
+def make_layout() -> Layout:
+    mesh = Placement(Mesh((2, 2), (0, 1, 2, 3)), (REPLICATE, 0))
+    odd = Placement(Mesh((2,), (3, 1)), (1,))
+    tensors = {
+        "model.a": TensorSpec("F32", (7, 3), mesh, 1),
+        "model.b": TensorSpec("C128", (2, 4), odd),
+        "model.seen": TensorSpec("I64", None, None),
+        "optimizer.model.a.exp_avg": TensorSpec("BF16", (7, 3), mesh, 0, OptimizerSlot("", "model.a", "exp_avg")),
+    }
+    return Layout(4, tensors, {"model.tied": "model.a"})
+
+
+def test_round_trips() -> None:
+    layout = make_layout()
+    assert Layout.parse(layout.encoded, "it") == layout
+    assert Receipt.parse(RECEIPT.encoded(), "it") == RECEIPT
+    assert Manifest.parse(MANIFEST.encoded(), "it") == MANIFEST
+    announcement = Announcement.of(RECEIPT)
+    assert Announcement.parse(announcement.encoded(), "it") == announcement
+
+
+def change(document: bytes, path: list[Any], value: Any) -> bytes:
+    parsed = json.loads(document)
+    place = parsed
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return json.dumps(parsed).encode()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["attempt"], "../../etc/passwd", "is no attempt"),
+        (["step"], -1, "out of range"),
+        (["step"], 1.5, "should be int"),
+        (["step"], True, "should be int"),
+        (["size"], 1 << 63, "out of range"),
+        (["blocks"], [D], "1 hashes for"),
+        (["blocks"], ["x", D], "should hold digests"),
+        (["version"], 2, "another version"),
+        (["format"], "pickle", "expected"),
+        (["block_size"], 0, "hashes for"),
+    ],
+)
+def test_a_strange_receipt_is_refused(path: list[Any], value: Any, message: str) -> None:
+    with pytest.raises(CorruptCheckpoint, match=message):
+        Receipt.parse(change(RECEIPT.encoded(), path, value), "it")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["tensors", "model.a", "dtype"], "F33", "unknown dtype"),
+        (["tensors", "model.a", "shape"], [7, -3], "whole numbers"),
+        (["tensors", "model.a", "placement"], 9, "placement 9 of"),
+        (["tensors", "model.a", "replica"], 2, "copy 2 of 2"),
+        (["tensors", "model.b", "shape"], [5], "does not fit placement"),
+        (["placements", 0, "dims"], ["R", "S"], "neither"),
+        (["placements", 0, "mesh"], [1 << 19, 1 << 19], "for 4 ranks"),
+        (["placements", 0, "ranks"], [0, 0, 1, 2], "different ranks"),
+        (["aliases"], {"x": "nothing"}, "no tensor of its own"),
+        (["world_size"], 10**9, "out of range"),
+    ],
+)
+def test_a_strange_layout_is_refused(path: list[Any], value: Any, message: str) -> None:
+    with pytest.raises(CorruptCheckpoint, match=message):
+        Layout.parse(change(make_layout().encoded, path, value), "it")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b'{"a":1,"a":2}', "stands twice"),
+        (b'{"a":NaN}', "no JSON number"),
+        (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), "nested deeper"),
+        (b'{"a":', "not a valid document"),
+        (b"\xff", "not a valid document"),
+    ],
+)
+def test_strange_json_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(CorruptCheckpoint, match=message):
+        parse(data, "it")
+
+
+def test_brackets_in_strings_are_no_nesting() -> None:
+    document = {"text": '"[[[[' * 100, "more": ["{" * 100] * 80}
+    assert parse(canonical(document), "it") == document
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_crash_a_parser(data: bytes) -> None:
+    for read in (Layout.parse, Receipt.parse, Manifest.parse, Announcement.parse):
+        with pytest.raises(CorruptCheckpoint):
+            read(data, "it")
+    with pytest.raises(CorruptCheckpoint):
+        parse_header(b"\0" * 8 + data, 8 + len(data) + 1, "it")
+
+
+def test_a_header_is_aligned_and_read_back() -> None:
+    header, entries = build_header([("a", "F32", (2, 3)), ("b", "BF16", (0, 3)), ("c", "U8", (5,))], {"format": "pt"})
+    size = len(header) + 24 + 5
+    assert len(header) % 4096 == 0
+    assert header_length(header[:8], size, "it") == len(header)
+    assert parse_header(header, size, "it") == (entries, {"format": "pt"})
+    assert [(e.start - len(header), e.nbytes) for e in entries.values()] == [(0, 24), (24, 0), (24, 5)]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, "offsets"),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, "hole or overlaps"),
+        ({"a": {"dtype": "U8", "shape": [6], "data_offsets": [0, 6]}, "b": {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]}}, "hole or overlaps"),
+        ({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}, "tensors end at"),
+        ({"a": {"dtype": "U8", "shape": [10**18], "data_offsets": [0, 10**18]}}, "whole numbers from 0"),
+        ({"a": {"dtype": "Q4", "shape": [8], "data_offsets": [0, 8]}}, "unknown dtype"),
+    ],
+)  # fmt: skip
+def test_a_strange_header_is_refused(tensors: dict[str, Any], message: str) -> None:
+    text = json.dumps(tensors).encode()
+    header = len(text).to_bytes(8, "little") + text
+    with pytest.raises(CorruptCheckpoint, match=message):
+        parse_header(header, len(header) + 8, "it")
+
+
+def test_copies_are_spread_by_bytes() -> None:
+    everybody = Placement(Mesh((4,), (0, 1, 2, 3)), (REPLICATE,))
+    tensors = {f"t{i}": TensorSpec("F32", (size,), everybody) for i, size in enumerate([100, 10, 10, 10, 30, 30, 30, 90])}
+    load = [0] * 4
+    for name, spec in spread_replicas(tensors).items():
+        assert tensors[name].shape is not None
+        load[spec.replica] += sum(tensors[name].shape or ())
+    assert sum(load) == 310
+    assert max(load) == 100
+
+
+def test_receipts_that_disagree_are_never_committed() -> None:
+    a = Announcement(0, "00aa11bb-3", 500, D, D, D)
+    with pytest.raises(ValueError, match="announced step 501"):
+        Manifest.of([a, Announcement(1, "00aa11bb-3", 501, D, D, D)], 1, 3)
+    with pytest.raises(ValueError, match="attempt 00aa11bb-2"):
+        Manifest.of([a, Announcement(1, "00aa11bb-2", 500, D, D, D)], 1, 3)
+
+
+def test_two_committers_write_the_same_bytes() -> None:
+    announcements = [Announcement(r, "00aa11bb-3", 500, D, D, D) for r in range(3)]
+    assert Manifest.of(announcements, 1, 3).encoded() == Manifest.of(list(announcements), 1, 3).encoded()
