@@ -99,8 +99,10 @@ def main(config: Config) -> None:
         accelerator, lambda: build_transformer(base), base / "transformer", variant, config.gradient_checkpointing
     )
     loss = make_loss(config, accelerator, base, transformer, text)
-    train(config, accelerator, "flux-dreambooth", transformer, images, loss)
-    export(config, accelerator, base, transformer)
+    checkpoint = train(config, accelerator, "flux-dreambooth", transformer, images, loss)
+    if accelerator.is_main_process:
+        export(config, base, checkpoint)
+    accelerator.state.destroy_process_group()
 
 
 def build_transformer(base: Path) -> nn.Module:
@@ -208,18 +210,13 @@ def make_loss(
     return loss
 
 
-def export(config: Config, accelerator: Accelerator, base: Path, transformer: nn.Module) -> None:
-    """Writes the FluxPipeline with the trained transformer; every rank calls this."""
+def export(config: Config, base: Path, checkpoint: Path) -> None:
+    """Writes the FluxPipeline with the transformer of the final checkpoint; rank 0 calls this, nobody waits for it."""
     import logging
 
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from holdfast.training.export import DTYPES, checkpoint_weights, export_pipeline
 
-    from holdfast.training.export import DTYPES, export_pipeline
-
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights: dict[str, Any] = get_model_state_dict(transformer, options=options)
-    if accelerator.is_main_process:
-        output = Path(config.output_dir)
-        dtype = DTYPES[config.export_dtype]
-        export_pipeline(base, output, PARTS, "transformer", weights.items(), dtype, config.variant)
-        logging.getLogger(__name__).info("%s is a FluxPipeline now, its transformer in %s", output, config.export_dtype)
+    output = Path(config.output_dir)
+    weights = checkpoint_weights(checkpoint)
+    export_pipeline(base, output, PARTS, "transformer", weights, DTYPES[config.export_dtype], config.variant)
+    logging.getLogger(__name__).info("%s is a FluxPipeline now, its transformer in %s", output, config.export_dtype)

@@ -1,8 +1,9 @@
 """Writes the trained pipeline: a folder that `from_pretrained` loads, beside the checkpoints.
 
-The base pipeline's files are copied, except the trained part's weights, which are written anew as plain safetensors
-files of at most 5 GB with an index. One file's tensors are in memory at a time. `model_index.json` is written last, so a
-folder that has it is whole.
+The trained weights are read from the final checkpoint, tensor by tensor from the files of all its ranks, by one process:
+no rank gathers the model or waits for it. They are written as plain safetensors files of at most 5 GB with an index; one
+file's tensors are in memory at a time. The base pipeline's other files are copied. `model_index.json` is written last, so
+a folder that has it is whole.
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from holdfast.core.boxes import Box
+from holdfast.engine.blocks import Part, read_parts
+from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.dtypes import DTYPE_OF
+from holdfast.errors import CorruptCheckpoint
+from holdfast.storage import LocalFolder
 from holdfast.training.pipeline_folder import INDEX, part_files, weight_variant, without_variant
 
 # What the Hub's own tools write, too.
@@ -49,6 +56,28 @@ def export_pipeline(
                 _copy(source, target / without_variant(source.name))
     write_weights(output_dir / trained, "diffusion_pytorch_model", weights, dtype)
     _copy(base / INDEX, output_dir / INDEX)
+
+
+def checkpoint_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's tensors in a checkpoint with one model, by name: whole, on the CPU, in the dtype they were trained in.
+
+    Raises CorruptCheckpoint where a file is missing or is not what was written; every block that is read is checked.
+    """
+    checkpoint = Checkpoint(LocalFolder(folder.parent), folder.name)
+    for name, spec in sorted(checkpoint.tensors.items()):
+        if not name.startswith("model."):
+            continue
+        if spec.shape is None:
+            raise CorruptCheckpoint(f"{folder}: {name} differs from rank to rank, so it has no place in an export")
+        whole = Box.whole(spec.shape)
+        tensor = torch.empty(spec.shape, dtype=DTYPE_OF[spec.dtype])
+        parts: dict[int, list[Part]] = {}
+        for rank, box, entry in checkpoint.pieces(name, spec, whole):
+            target = tensor[tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))]
+            parts.setdefault(rank, []).append(Part(name, spec.dtype, entry, box, box, target))
+        for rank, of_rank in parts.items():
+            read_parts(checkpoint.file(rank), of_rank)
+        yield name.removeprefix("model."), tensor
 
 
 def write_weights(

@@ -29,6 +29,7 @@ from holdfast.training.config import DiffusionConfig
 
 logger = logging.getLogger(__name__)
 
+_DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _BROADCASTS = ("FSDP_CPU_RAM_EFFICIENT_LOADING", "FSDP_SYNC_MODULE_STATES")
 
 
@@ -71,11 +72,20 @@ def make_accelerator(config: DiffusionConfig) -> Accelerator:
         )
     except (ValueError, ImportError) as error:
         raise UsageError(f"Accelerate cannot serve this configuration: {error}") from error
+    _refuse_precision(accelerator)
     _refuse_ignored_fsdp(accelerator)
     if switched_off:
         names = " and ".join(name.lower() for name in switched_off)
         logger.info("%s switched off: each rank reads its own part of the weights from disk", names)
     return accelerator
+
+
+def _refuse_precision(accelerator: Accelerator) -> None:
+    precision, device = accelerator.mixed_precision, accelerator.device.type
+    if precision not in _DTYPES or (precision == "fp16" and device == "cpu"):
+        raise UsageError(
+            f"Mixed precision {precision} is not possible here (device: {device}). Use --mixed_precision=bf16, or no."
+        )
 
 
 def _refuse_ignored_fsdp(accelerator: Accelerator) -> None:
@@ -97,7 +107,7 @@ def _is_true(variable: str) -> bool:
 
 def compute_dtype(accelerator: Accelerator) -> torch.dtype:
     """The dtype of frozen parts and of the model's inputs, as mixed precision says."""
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
+    return _DTYPES[accelerator.mixed_precision]
 
 
 def prepare_model(
