@@ -34,15 +34,32 @@ def requested(flag: bool = False) -> bool:
 
 
 def join_without_accelerator() -> None:
-    """Make the processes that torchrun started one run where there is no accelerator.
+    """Make the processes that torchrun or `accelerate launch` started one run where there is no accelerator.
 
     Accelerate takes each of them for a run of its own there (no backend, one process), unless it was told to use the
     CPU. To be called before the `Accelerator` is made; does nothing beside an accelerator or in a single process.
+    Raises `UsageError` in the one process that `accelerate launch` starts for a config with more of them.
     """
     import torch
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available():
+    if torch.accelerator.is_available():
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+    elif _alone_among_many():
+        raise UsageError(
+            "The accelerate config asks for several CPU processes, but `accelerate launch` starts only one unless "
+            "`distributed_type` is FSDP. Start them with: holdfast launch --config_file C train ... (If one process is "
+            "meant: num_processes: 1, and unset MASTER_ADDR.)"
+        )
+
+
+def _alone_among_many() -> bool:
+    """`accelerate launch` names the place of rank 0 to a single process only if the config has more, and then MPI is
+    meant to have started this one."""
+    started_by_mpi = any(name in os.environ for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"))
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
+    return on_cpu and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ and not started_by_mpi
 
 
 def enable() -> None:
@@ -123,7 +140,10 @@ def _state_init(original: Any, state: Any, *args: Any, **kwargs: Any) -> None:
     first = not state.initialized
     original(state, *args, **kwargs)
     plugin = kwargs.get("fsdp_plugin")
-    if not first or plugin is None or state.distributed_type != module.DistributedType.MULTI_CPU:
+    if not first or state.distributed_type != module.DistributedType.MULTI_CPU:
+        return
+    if plugin is None:
+        _say("FSDP on CPU ranks was asked for, but the accelerate config has no `distributed_type: FSDP`: no effect")
         return
     for shared in (state.__dict__, module.PartialState._shared_state):
         shared["distributed_type"] = module.DistributedType.FSDP
