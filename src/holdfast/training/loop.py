@@ -71,7 +71,8 @@ def train(
         with closing(_Reporter(config, accelerator, name, checkpointer, start, total)) as reporter:
             for step, losses, norm in _steps(accelerator, config, model, optimizer, loader, loss, start, total):
                 lr = float(scheduler.get_last_lr()[0])
-                scheduler.step()
+                if not accelerator.optimizer_step_was_skipped:  # fp16: an overflow
+                    scheduler.step()
                 if step % config.checkpointing_steps == 0 or step == total:
                     checkpointer.save(step)
                 reporter.report(step, losses, lr, norm, optimizer, loader.epoch)

@@ -74,6 +74,8 @@ def make_accelerator(config: DiffusionConfig) -> Accelerator:
         raise UsageError(f"Accelerate cannot serve this configuration: {error}") from error
     _refuse_precision(accelerator)
     _refuse_ignored_fsdp(accelerator)
+    if config.cpu_fsdp and accelerator.distributed_type != DistributedType.FSDP:
+        logger.warning("--cpu_fsdp has no effect: nothing asks for FSDP (an accelerate config with distributed_type: FSDP)")
     if switched_off:
         names = " and ".join(name.lower() for name in switched_off)
         logger.info("%s switched off: each rank reads its own part of the weights from disk", names)
@@ -124,7 +126,9 @@ def prepare_model(
     if checkpointing and not (fsdp and accelerator.state.fsdp_plugin.activation_checkpointing):
         model.enable_gradient_checkpointing()  # type: ignore[operator]
     if not accelerator.is_fsdp2:
-        holdfast.load_pretrained(model, folder, dtype=torch.float32, variant=variant)
+        # Straight onto the device, but for FSDP1, which has yet to cut it: the whole may not fit there.
+        device = None if fsdp else accelerator.device
+        holdfast.load_pretrained(model, folder, dtype=torch.float32, device=device, variant=variant)
         prepared: nn.Module = accelerator.prepare(model)
         return prepared
     # Accelerate shards a model only together with an optimizer, whose parameters it then swaps by their address. On the
