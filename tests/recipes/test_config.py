@@ -49,7 +49,13 @@ def test_the_published_command_parses_and_is_valid(flux_folder, photo_folder, tm
 
 
 def test_dashes_and_flags_without_a_value(flux_folder, photo_folder, tmp_path):
-    more = ["--gradient-checkpointing", "--cpu_fsdp", "--checkpoints-total-limit", "2", "--resume_from_checkpoint=latest"]
+    more = [
+        "--gradient-checkpointing",
+        "--cpu_fsdp",
+        "--checkpoints-total-limit",
+        "2",
+        "--resume_from_checkpoint=latest",
+    ]
     config = parse([*command(flux_folder, photo_folder, tmp_path), *more])
     assert config.gradient_checkpointing
     assert config.cpu_fsdp

@@ -51,7 +51,9 @@ def hub(flux_folder: Path, tmp_path: Path) -> Iterator[Any]:
     folder = shutil.copytree(flux_folder, tmp_path / "repository")
     (folder / "flux1-dev.safetensors").write_bytes(b"the whole model in one file, for other programs")
     (folder / "transformer/diffusion_pytorch_model.bin").write_bytes(b"a pickle")
-    shutil.copy(folder / "vae/diffusion_pytorch_model.safetensors", folder / "vae/diffusion_pytorch_model.fp16.safetensors")
+    shutil.copy(
+        folder / "vae/diffusion_pytorch_model.safetensors", folder / "vae/diffusion_pytorch_model.fp16.safetensors"
+    )
     with hub_server.serve(folder) as server:
         yield server
 
@@ -80,7 +82,7 @@ def fetch(cases: list[list[str | None]], cache: Path, address: str, ranks: int =
 
 def test_one_process_of_a_node_downloads_what_counts_and_nothing_else(hub, tmp_path):
     outcomes = fetch([[hub_server.REPOSITORY, None, None]], tmp_path / "cache", hub.address, ranks=2)
-    (folder, status), = outcomes[0]
+    ((folder, status),) = outcomes[0]
     assert outcomes[1] == [[folder, status]]
     assert status == 0
     assert not list(pipeline_problems(Path(folder), PARTS, None))
@@ -106,7 +108,11 @@ def test_what_cannot_be_had_is_said_in_one_message(hub, tmp_path):
     (outcomes,) = fetch(cases, tmp_path / "cache", hub.address)
     for (text, status), part in zip(
         outcomes,
-        ("neither a folder nor a repository owner/nothing", "owner/gated is gated. Accept its terms at", "no revision v9"),
+        (
+            "neither a folder nor a repository owner/nothing",
+            "owner/gated is gated. Accept its terms at",
+            "no revision v9",
+        ),
         strict=True,
     ):
         assert status == 2

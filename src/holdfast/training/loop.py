@@ -68,6 +68,8 @@ def train(
     )
     with checkpointer:
         start = _resume(config, checkpointer, accelerator)
+        if start >= total and accelerator.is_main_process:
+            logger.info("all %d steps are done: there is nothing left to train", total)
         with closing(_Reporter(config, accelerator, name, checkpointer, start, total)) as reporter:
             for step, losses, norm in _steps(accelerator, config, model, optimizer, loader, loss, start, total):
                 lr = float(scheduler.get_last_lr()[0])
@@ -157,7 +159,7 @@ class _Reporter:
         # A log file gets a line now and then instead of a bar that redraws itself.
         interval = 0.1 if sys.stderr.isatty() else 30.0
         self.bar = tqdm(total=total, initial=start, disable=not self.is_main, mininterval=interval, desc="steps")
-        self.then = time.perf_counter()
+        self.then, self.shown = time.perf_counter(), ""
 
     def report(self, step: int, losses: torch.Tensor, lr: float, norm: Any, optimizer: Any, epoch: int) -> None:
         """Shows one optimizer step; every rank calls this."""
@@ -173,12 +175,17 @@ class _Reporter:
         if self.log is not None:
             self.log.step(step=step, **values, epoch=epoch)
             self.log.saves(self.checkpointer.saves)
-        saves = self.checkpointer.saves
-        state = f"{saves[-1].step} {saves[-1].state}" if saves else "none yet"
-        self.bar.set_postfix_str(f"loss {mean:.4f}, {values['step_s']:.2f} s a step, checkpoint {state}", refresh=False)
+        self.shown = f"loss {mean:.4f}, {values['step_s']:.2f} s a step, "
+        self._show_checkpoint()
         self.bar.update()
 
+    def _show_checkpoint(self) -> None:
+        saves = self.checkpointer.saves
+        state = f"{saves[-1].step} {saves[-1].state}" if saves else "none yet"
+        self.bar.set_postfix_str(f"{self.shown}checkpoint {state}", refresh=False)
+
     def close(self) -> None:
+        self._show_checkpoint()
         self.bar.close()
         if self.log is not None:
             self.log.saves(self.checkpointer.saves)

@@ -37,11 +37,10 @@ def configure_logging() -> None:
     """Shows the package's log on stderr: all of it on rank 0, warnings elsewhere. Quiets what is no news to a user."""
     # True of every block of a diffusion transformer; none of them writes into what it got.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    transformers.logging.set_verbosity_error()
+    diffusers.logging.disable_progress_bar()
     if os.environ.get("RANK", "0") != "0":
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
         diffusers.logging.set_verbosity_error()
-        diffusers.logging.disable_progress_bar()
     package = logging.getLogger("holdfast")
     if not package.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler(sys.stderr)
@@ -75,7 +74,9 @@ def make_accelerator(config: DiffusionConfig) -> Accelerator:
     _refuse_precision(accelerator)
     _refuse_ignored_fsdp(accelerator)
     if config.cpu_fsdp and accelerator.distributed_type != DistributedType.FSDP:
-        logger.warning("--cpu_fsdp has no effect: nothing asks for FSDP (an accelerate config with distributed_type: FSDP)")
+        logger.warning(
+            "--cpu_fsdp has no effect: nothing asks for FSDP (an accelerate config with distributed_type: FSDP)"
+        )
     if switched_off:
         names = " and ".join(name.lower() for name in switched_off)
         logger.info("%s switched off: each rank reads its own part of the weights from disk", names)
