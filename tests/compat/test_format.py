@@ -1,0 +1,133 @@
+"""The format as its page tells it: the reader and the check that stand in docs/format.md are run as they stand there.
+
+They know nothing of Holdfast. What they read is compared with the live objects that were saved, under every way of laying
+out a tensor, and with the hashes of a committed checkpoint of version 1.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jobs
+import pytest
+import torch
+from compat import make_fixture
+from jobs import Job, Result
+from torch import nn
+
+import holdfast
+
+if TYPE_CHECKING:
+    from holdfast.testing.pool import RankPool
+
+PAGE = Path(__file__).parents[2] / "docs" / "format.md"
+V1 = Path(__file__).parent / "v1"
+V1_MANIFEST = "56170e9858036cfacd2b8db0b001d2da"
+V1_TENSORS = {
+    "model.calls": "int64 [] d86e8112f3c4c444",
+    "model.embed.weight": "float32 [5, 4] 99843ed8e3acdfef",
+    "model.frozen": "float32 [4] c63c3010101a79fd",
+    "model.gate.bias": "float32 [1] e054343a3fba3fee",
+    "model.gate.weight": "float32 [1, 4] 2e239d612f91a60b",
+    "model.scale": "bfloat16 [4] 341127b6ed889b3e",
+    "optimizer.model.embed.weight.exp_avg": "float32 [5, 4] dc9d1ef200d7e651",
+    "optimizer.model.embed.weight.exp_avg_sq": "float32 [5, 4] d8f26240ad45647e",
+    "optimizer.model.embed.weight.step": "float32 [] d88c86f15bbea365",
+    "optimizer.model.gate.bias.exp_avg": "float32 [1] c0ffa405a4daf10f",
+    "optimizer.model.gate.bias.exp_avg_sq": "float32 [1] 1db06f0ce455259f",
+    "optimizer.model.gate.bias.step": "float32 [] d88c86f15bbea365",
+    "optimizer.model.gate.weight.exp_avg": "float32 [1, 4] 8f66257b2745aa8f",
+    "optimizer.model.gate.weight.exp_avg_sq": "float32 [1, 4] 45a5a92741955bda",
+    "optimizer.model.gate.weight.step": "float32 [] d88c86f15bbea365",
+}
+
+
+@pytest.fixture(scope="module")
+def page() -> dict[str, Any]:
+    """The names that the page's Python defines: `read` and `verify`."""
+    names: dict[str, Any] = {}
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    exec("\n".join(blocks), names)
+    return names
+
+
+@pytest.fixture
+def v1(tmp_path: Path) -> Path:
+    """An output folder with a copy of the committed checkpoint."""
+    shutil.copytree(V1, tmp_path / "v1")
+    return tmp_path / "v1"
+
+
+@pytest.mark.parametrize(("sharding", "ranks"), [("none", 1), ("ddp", 2), ("fsdp2", 2), ("hsdp", 4), ("flat", 4)])
+@pytest.mark.parametrize("optimizer", ["adamw", "prodigy"])
+def test_the_page_reads_what_ranks_wrote(
+    pool: RankPool, tmp_path: Path, page: dict[str, Any], sharding: str, ranks: int, optimizer: str
+) -> None:
+    """Parameters and optimizer state that were saved are those of the live objects, bit for bit, and no more are there."""
+    results: list[Result] = pool.run(jobs.train, ranks, Job(tmp_path, sharding, optimizer, stop=4))
+    folder = tmp_path / "checkpoint-4"
+    page["verify"](folder)
+    tensors: dict[str, torch.Tensor] = page["read"](folder)
+
+    live = {name: value for name, value in results[0].final.items() if isinstance(value, torch.Tensor)}
+    for name, value in live.items():
+        parameter, _, key = name.partition("/")
+        if parameter.startswith("group "):
+            continue
+        stored = tensors[f"optimizer.model.{parameter}.{key}" if key else f"model.{parameter}"]
+        assert (stored.dtype, stored.shape) == (value.dtype, value.shape), name
+        assert torch.equal(stored, value), name
+    parameters = {name for name in live if "/" not in name}
+    stored_models = {name.removeprefix("model.") for name in tensors if name.startswith("model.")}
+    assert stored_models - parameters == {"seen.running_mean", "seen.running_var", "seen.num_batches_tracked"}
+
+
+def test_the_page_reads_odd_tensors(tmp_path: Path, page: dict[str, Any]) -> None:
+    """complex128, which has to be stored as something else, bf16, a scalar, an empty one."""
+    module = nn.Module()
+    values = {
+        "c": torch.tensor([1 + 2j, -3j], dtype=torch.complex128),
+        "b": torch.arange(6.0).view(2, 3).to(torch.bfloat16),
+        "s": torch.tensor(7),
+        "e": torch.zeros(0, 3),
+    }
+    for name, value in values.items():
+        module.register_buffer(name, value)
+    with holdfast.Checkpointer(tmp_path, model=module) as checkpointer:
+        checkpointer.save(1)
+    page["verify"](tmp_path / "checkpoint-1")
+    tensors = page["read"](tmp_path / "checkpoint-1")
+    assert tensors.keys() == {f"model.{name}" for name in values}
+    for name, value in values.items():
+        stored = tensors[f"model.{name}"]
+        assert stored.dtype == value.dtype and torch.equal(stored, value), name
+
+
+def test_the_page_finds_damage_in_any_file(v1: Path, page: dict[str, Any]) -> None:
+    for path in sorted((v1 / "checkpoint-2").iterdir()):
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        with pytest.raises((AssertionError, json.JSONDecodeError)):
+            page["verify"](v1 / "checkpoint-2")
+        path.write_bytes(data)
+    assert page["verify"](v1 / "checkpoint-2") == V1_MANIFEST
+
+
+def test_the_page_reads_version_1(v1: Path, page: dict[str, Any]) -> None:
+    tensors = page["read"](v1 / "checkpoint-2")
+    assert {name: make_fixture.fingerprint(value) for name, value in tensors.items()} == V1_TENSORS
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_version_1_loads(pool: RankPool, v1: Path, ranks: int) -> None:
+    """On the ranks that wrote it, and in one process: every tensor, and the caller's own state with its types."""
+    resume: Callable[..., Any] = make_fixture.resume
+    for step, tensors, counters in pool.run(resume, ranks, v1, ranks > 1):
+        assert step == 2
+        assert tensors == V1_TENSORS
+        assert counters == {"images": 2, ("odd", 1): float("inf"), "order": [3, 1, None]}
