@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKL, FluxPipeline  # noqa: F401 (imported once, before the ranks are forked)
+from transformers import CLIPTextModel, T5EncoderModel  # noqa: F401
 
 from holdfast.recipes.flux_dreambooth import Config
 from holdfast.testing import RankPool
@@ -60,8 +62,6 @@ def tokens(image: torch.Tensor) -> torch.Tensor:
 
 
 def reference_loss(config: Config, pixels: torch.Tensor, guidance: float | None) -> float:
-    from diffusers import FluxPipeline
-
     pipeline = FluxPipeline.from_pretrained(config.pretrained_model_name_or_path)
     torch.manual_seed(5)
     with torch.no_grad():
@@ -128,8 +128,6 @@ def test_bf16_is_the_same_step_in_less_precise_numbers(pool: RankPool, flux_fold
 
 
 def without_guidance(config: Config, folder: str) -> tuple[float, float]:
-    from diffusers import FluxPipeline
-
     pipeline = FluxPipeline.from_pretrained(config.pretrained_model_name_or_path)
     kind, values = type(pipeline.transformer), dict(pipeline.transformer.config)
     torch.manual_seed(0)
