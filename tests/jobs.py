@@ -22,6 +22,8 @@ from torch.utils.data import Dataset
 
 import holdfast
 from holdfast.engine.deadlines import Deadlines
+from holdfast.errors import SaveFailed
+from holdfast.testing.faults import Fault, FaultyFolder
 
 SAMPLES = 23
 """No multiple of any world size here: batches straddle the ends of epochs."""
@@ -40,8 +42,14 @@ class Job:
     resume: bool = True
     compiled: bool = False
     keep_last: int | None = None
+    settle: tuple[int, ...] = ()
+    """Saves that are waited for before the training goes on."""
+
     kill: tuple[int, int] | None = None
     """(rank, step): that rank kills itself before that step; rank -1 stands for all."""
+
+    faults: dict[int, Fault] = field(default_factory=dict)
+    """By rank: what happens on its storage."""
 
     deadlines: Deadlines = field(default_factory=lambda: Deadlines(handshake=20, agreement=20, capture=20, commit=10, goodbye=10))
 
@@ -59,6 +67,7 @@ class Result:
     """c10d calls of this rank in resume, save, wait and close together."""
 
     saves: list[Any]
+    failures: list[str] = field(default_factory=list)
 
 
 class Numbers(Dataset[dict[str, torch.Tensor]]):
@@ -200,8 +209,9 @@ def train(job: Job) -> Result:
     np.random.seed(300 + rank)
     counters = {"samples": 0, ("odd", 1): float("inf")}
     counted = Counted()
+    folder = FaultyFolder(job.folder, job.faults.get(rank)) if job.faults else job.folder
     checkpointer = holdfast.Checkpointer(
-        job.folder, model=called, optimizer=optimizer, lr_scheduler=scheduler, dataloader=loader,
+        folder, model=called, optimizer=optimizer, lr_scheduler=scheduler, dataloader=loader,
         extra={"counters": counters}, overlap=job.overlap, keep_last=job.keep_last, deadlines=job.deadlines,
     )  # fmt: skip
     step = counted(checkpointer.resume) if job.resume else 0
@@ -217,9 +227,16 @@ def train(job: Job) -> Result:
             result.samples += batch["index"].tolist()
             if step in job.save_at:
                 counted(checkpointer.save, step)
+            if step in job.settle:
+                counted(checkpointer.wait)
             if step == job.stop:
                 break
-    counted(checkpointer.wait)
+    while True:  # a save that failed is reported once, and the run goes on
+        try:
+            counted(checkpointer.wait)
+            break
+        except SaveFailed as error:
+            result.failures.append(str(error))
     result.final = snapshot(model, optimizer) | {"counters": dict(counters), "lr": scheduler.get_last_lr()}
     result.saves = [(s.step, s.state, s.blocked_s) for s in checkpointer.saves]
     counted(checkpointer.close)
@@ -252,10 +269,10 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     return names
 
 
-def survive(job: Job) -> str:
-    """`train` on a rank whose peers may die: what it ends with."""
+def survive(job: Job) -> Result | str:
+    """`train` on a rank whose peers may die: its result, or the error that their death gives it."""
+    job.folder.mkdir(exist_ok=True)
     try:
-        train(job)
+        return train(job)
     except RuntimeError as error:
-        return str(error)
-    return "finished"
+        return f"RuntimeError: {error}"

@@ -316,7 +316,7 @@ def test_saving_a_step_again(tmp_path: Path) -> None:
 
 
 def refusals(folder: Path) -> dict[str, tuple[Any, type[HoldfastError], str]]:
-    model, optimizer = linear()
+    model, _ = linear()
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1)
     make = holdfast.Checkpointer
     loader = torch.utils.data.DataLoader([1, 2])  # type: ignore[arg-type]
@@ -514,7 +514,7 @@ def test_mutating_waits_too_and_forbids_saving(tmp_path: Path, slow_copy: thread
     threading.Timer(0.3, slow_copy.set).start()
     with checkpointer.mutating():
         model.weight.data.zero_()
-        with pytest.raises(UsageError, match="inside `with checkpointer.mutating"):
+        with pytest.raises(UsageError, match=r"inside `with checkpointer\.mutating"):
             checkpointer.save(2)
     checkpointer.close()
     assert equal(resumed(tmp_path)[1], expected)

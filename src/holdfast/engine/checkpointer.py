@@ -29,9 +29,9 @@ from holdfast.engine.resume import Resume, folder_of, survey
 from holdfast.engine.retention import remove_checkpoint, superfluous
 from holdfast.engine.runs import next_run_sequence, remember_run
 from holdfast.engine.service import Job, Save, Service
-from holdfast.engine.store import Below, connect, shake_hands
+from holdfast.engine.store import Below, Run, Store, connect, shake_hands
 from holdfast.errors import DeadlineExceeded, SaveFailed, UsageError
-from holdfast.storage import LocalFolder
+from holdfast.storage import LocalFolder, Storage
 
 log = logging.getLogger("holdfast")
 
@@ -40,7 +40,8 @@ class Checkpointer:
     """Saves and resumes a training run, on every rank of it, with no collective.
 
     Args:
-        folder: where the checkpoints go, as `checkpoint-<step>`. A relative path is resolved by rank 0.
+        folder: where the checkpoints go, as `checkpoint-<step>`: a path, or a `Storage`. A relative path is resolved by
+            rank 0.
         model: the model, or a list or dict of models; wrapped by DDP or FSDP2, compiled, or plain.
         optimizer: the optimizer, or a list or dict of them; Accelerate's wrappers are seen through.
         lr_scheduler, scaler: objects with `state_dict` and `load_state_dict`, or lists or dicts of them.
@@ -63,7 +64,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
+        folder: str | os.PathLike[str] | Storage,
         *,
         model: Models,
         optimizer: object = None,
@@ -85,7 +86,7 @@ class Checkpointer:
         self._rank, self._world_size = self._registered.rank, self._registered.world_size
         canonical(collect(self._registered).small)  # what cannot be saved is refused before the first step
         training_store, service_store = connect(self._world_size, self._deadlines)
-        self._storage, self._run = self._meet(Path(folder), training_store)
+        self._storage, self._run = self._meet(folder, training_store)
         self._store = Below(training_store, self._run.nonce)
         self._resumes = 0
         self._verified: set[str] = set()
@@ -272,13 +273,16 @@ class Checkpointer:
                 "write to a faster disk"
             )
 
-    def _meet(self, folder: Path, store: Any) -> tuple[LocalFolder, Any]:
+    def _meet(self, folder: str | os.PathLike[str] | Storage, store: Store) -> tuple[Storage, Run]:
         """Resolve the folder, and meet the other ranks; an absolute path is each rank's own."""
-        sequence, here = 0, folder.absolute()
-        if self._rank == 0:
-            sequence = next_run_sequence(_make(here))
-        run = shake_hands(store, self._rank, self._world_size, str(here), sequence, self._deadlines)
-        storage = _make(here if folder.is_absolute() else Path(run.folder))
+        given = Path(folder) if isinstance(folder, str | os.PathLike) else None
+        own = folder if not isinstance(folder, str | os.PathLike) else None
+        if own is None and given is not None and (self._rank == 0 or given.is_absolute()):
+            own = _make(given.absolute())
+        sequence = next_run_sequence(own) if self._rank == 0 and own is not None else 0
+        resolved = own.describe() if own is not None else ""
+        run = shake_hands(store, self._rank, self._world_size, resolved, sequence, self._deadlines)
+        storage = own if own is not None else _make(Path(run.folder))
         if self._rank == 0:
             remember_run(storage, run)
         return storage, run
