@@ -39,6 +39,7 @@ from accelerate import Accelerator
 accelerator = Accelerator()
 sys.stdout.write(f"{accelerator.process_index} of {accelerator.num_processes}, {accelerator.distributed_type.value}\n")
 sys.stdout.flush()
+accelerator.wait_for_everyone()  # or the first to leave closes its connections before the other has made them
 accelerator.end_training()
 """
 ACCELERATE = ["-m", "accelerate.commands.launch", "--config_file", "config.yaml", "--main_process_port", "0"]

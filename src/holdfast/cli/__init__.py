@@ -73,9 +73,9 @@ def _dispatch(arguments: list[str]) -> int:
             return 0
         case ["demo"]:
             options = _parse(Demo, "holdfast demo", arguments[1:])
-            from holdfast import demo
+            from holdfast.demo import run
 
-            return demo.run(options.output_dir)
+            return run(options.output_dir)
     _parse_commands(arguments)
     return 0
 
