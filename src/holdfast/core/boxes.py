@@ -65,7 +65,7 @@ class Mesh:
 
     def coordinate(self, rank: int) -> Shape | None:
         """Where `rank` stands in the grid, or None when it is not in it."""
-        if not 0 <= rank:
+        if rank < 0:
             return None
         if rank < len(self.ranks) and self.ranks[rank] == rank:
             index = rank
