@@ -43,14 +43,15 @@ def stored_tensors(storage: Storage, variant: str | None = None) -> dict[str, St
     for stem in _STEMS:
         single = f"{stem}{middle}{_SUFFIX}"
         if single in names:
-            return _of_file(storage, single)
+            return tensors_of_file(storage, single)
         index = f"{stem}{_SUFFIX}.index{middle}.json"
         if index in names:
             return _of_index(storage, index, names)
     raise CheckpointNotFound(_what_is_there_instead(storage.describe(), names, variant))
 
 
-def _of_file(storage: Storage, path: str) -> dict[str, StoredTensor]:
+def tensors_of_file(storage: Storage, path: str) -> dict[str, StoredTensor]:
+    """Every tensor of one safetensors file by name."""
     what = f"{path} of {storage.describe()}"
     size = storage.size(path)
     first = bytearray(min(8, size))
@@ -70,7 +71,7 @@ def _of_index(storage: Storage, path: str, names: set[str]) -> dict[str, StoredT
         if not isinstance(file, str) or file not in names:
             raise CorruptCheckpoint(f"{what} has tensor {name!r} in {file!r}, which is not there: download it again")
         if file not in files:
-            files[file] = _of_file(storage, file)
+            files[file] = tensors_of_file(storage, file)
         if name not in files[file]:
             raise CorruptCheckpoint(
                 f"{what} has tensor {name!r} in {file!r}, which does not hold it: download it again"

@@ -1,0 +1,211 @@
+"""Jobs that write checkpoints with accelerate and DCP alone, and a job that resumes one with Holdfast; for the ranks of a pool."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+SHAPES = (7, 12)
+"""Uneven rows, so that ranks hold pieces of different sizes."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+        self.norm = nn.LayerNorm(12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.norm(self.linear(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 12)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(12, 7)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.embed(ids)))
+
+
+@dataclass
+class State:
+    """The whole state of a job by name, each rank's next random numbers, and the loss of the next step."""
+
+    tensors: dict[str, Any]
+    draws: list[float]
+    lr: list[float]
+    begun_at: int = 0
+
+
+def build() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def step(model: nn.Module, optimizer: Any, scheduler: Any) -> None:
+    ids = torch.randint(0, 7, (4, 6))
+    nn.functional.cross_entropy(model(ids).transpose(1, 2), ids.roll(-1, 1)).backward()
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+
+
+def draws() -> list[float]:
+    return [random.random(), float(np.random.rand()), torch.rand(()).item()]
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def accelerator_for(version: str, state_dict_type: str) -> Any:
+    """As `accelerate launch` has a rank make it; version "" is DDP."""
+    from accelerate import Accelerator
+
+    from holdfast.integrations import cpu_ranks
+
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    if not version:
+        return Accelerator()
+    os.environ.update(
+        ACCELERATE_USE_FSDP="true", FSDP_VERSION=version, FSDP_STATE_DICT_TYPE=state_dict_type,
+        FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP", FSDP_TRANSFORMER_CLS_TO_WRAP="Block", FSDP_USE_ORIG_PARAMS="true",
+        FSDP_RESHARD_AFTER_FORWARD="FULL_SHARD" if version == "1" else "true",
+    )  # fmt: skip
+    cpu_ranks.enable()
+    return Accelerator()
+
+
+def write_accelerate(folder: Path, version: str, state_dict_type: str, custom: bool = False) -> State:
+    """Three steps, then `save_state`; the state is read from the live objects by gathering it."""
+    accelerator = accelerator_for(version, state_dict_type)
+    model = build()
+    if version == "1":
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(optimizer_of(model))
+        if state_dict_type == "FULL_STATE_DICT":  # torch crashes in a full state dict that is offloaded from CPU to CPU
+            keep_on_device()
+    else:
+        model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer.optimizer, T_max=20))
+    if custom:
+        accelerator.register_for_checkpointing(Counter())
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(50 + accelerator.process_index)
+    for _ in range(3):
+        step(model, optimizer, scheduler)
+    accelerator.save_state(str(folder))
+    accelerator.wait_for_everyone()
+    expected = gathered(accelerator, model, optimizer)
+    return State(expected, draws(), scheduler.scheduler.get_last_lr())
+
+
+def keep_on_device() -> None:
+    """FSDP1's full state dict without the copy to the CPU, which on CPU ranks frees what it copies from and crashes."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    original = FSDP.state_dict_type
+
+    def state_dict_type(module: Any, state_dict_type: Any, state_dict_config: Any, optim_state_dict_config: Any) -> Any:
+        state_dict_config.offload_to_cpu = optim_state_dict_config.offload_to_cpu = False
+        return original(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+    FSDP.state_dict_type = staticmethod(state_dict_type)
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 41
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def gathered(accelerator: Any, model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Weights and optimizer state by name, gathered by torch's own functions."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+
+    options = StateDictOptions(full_state_dict=True)
+    found = {name: t.clone() for name, t in get_model_state_dict(model, options=options).items()}
+    state = get_optimizer_state_dict(model, optimizer.optimizer, options=options)["state"]
+    found |= {f"{name}/{key}": value.clone() for name, values in state.items() for key, value in values.items()}
+    return found
+
+
+def write_dcp(folder: Path, flattened: bool) -> State:
+    """FSDP2 and `dcp.save`, nested as torch's tutorials do it or flattened as torchtitan does."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+
+    model, optimizer, scheduler = sharded()
+    torch.manual_seed(50 + dist.get_rank())
+    for _ in range(3):
+        step(model, optimizer, scheduler)
+    options = StateDictOptions(flatten_optimizer_state_dict=flattened)
+    weights, state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer, options=options)
+    saved = {**weights, "optimizer": state} if flattened else {"model": weights, "optimizer": state, "step": 3}
+    dcp.save(saved, checkpoint_id=folder)
+    return State(snapshot(model, optimizer), [], scheduler.get_last_lr())
+
+
+def sharded() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = build()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = optimizer_of(model)
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    names = {id(p): name.removeprefix("module.") for name, p in model.named_parameters()}
+    found = {names[id(p)]: whole(p) for p in model.parameters()}
+    for p, values in optimizer.state.items():
+        found |= {f"{names[id(p)]}/{key}": whole(value) for key, value in values.items()}
+    return found
+
+
+def resume(folder: Path, with_scheduler: bool = True) -> State:
+    """A Holdfast job on these ranks (FSDP2; plain on one) that continues what was imported, and makes a step of its own."""
+    import holdfast
+
+    if dist.get_world_size() == 1:
+        model: nn.Module = build()
+        optimizer = optimizer_of(model)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
+    else:
+        model, optimizer, scheduler = sharded()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(7)
+    extra = {"lr_scheduler": scheduler} if with_scheduler else {}
+    checkpointer = holdfast.Checkpointer(folder, model=model, optimizer=optimizer, **extra)
+    begun_at = checkpointer.resume()
+    state = State(snapshot(model, optimizer), draws(), scheduler.get_last_lr(), begun_at)
+    step(model, optimizer, scheduler)
+    checkpointer.save(begun_at + 1)
+    checkpointer.close()
+    return state
