@@ -70,9 +70,10 @@ def test_killed_at_any_operation(
     job = Job(tmp_path / "out", save_at=(2, 4), settle=(2,), stop=6, faults=faults)
     results = pool.run(jobs.survive, RANKS, job, expect_death=True)
     assert Died(9) in (results if who == -1 else [results[who]])
-    manifest = (tmp_path / "out" / "checkpoint-4" / "manifest.json").exists()
+    folder = tmp_path / "out" / "checkpoint-4"
+    durable = (folder / "manifest.json").exists() or len(list(folder.glob("rank-*.json"))) == RANKS
     begun = continued(pool, job, whole, possible={2, 4})
-    assert begun == (4 if manifest else 2)
+    assert begun == (4 if durable else 2)  # with all receipts there, the next job writes the manifest
 
 
 @pytest.mark.parametrize(("who", "operation"), [(0, "make_folder"), (1, "create"), (0, "write"), (1, "close"), (0, "put rank"), (1, "put rank")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -17,8 +18,10 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.engine import lease
 from holdfast.engine.capture import Staging
 from holdfast.engine.deadlines import Deadlines
+from holdfast.engine.verify import verify
 from holdfast.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
@@ -244,17 +247,44 @@ def test_steps_are_numbers_not_strings(tmp_path: Path) -> None:
 
 
 def test_an_incomplete_one_is_passed_over_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """C08: the save of step 2 was interrupted before its manifest."""
+    """C08: the save of step 2 was interrupted before its receipt; what it left is removed, since its job is dead."""
     whole = save_one(tmp_path, 1)
     save_one(tmp_path, 2)
     (tmp_path / "checkpoint-2" / "manifest.json").unlink()
+    next((tmp_path / "checkpoint-2").glob("rank-*.json")).unlink()
     (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "notes.txt").touch()
     (tmp_path / "checkpoint-latest").mkdir()
     at, weights = resumed(tmp_path)
     assert at == 1
     assert equal(weights, whole)
-    assert "passed over: checkpoint-2 is incomplete" in caplog.text
+    assert "removed 2 files of interrupted saves from checkpoint-2" in caplog.text
     assert "passed over: checkpoint-3 is incomplete" in caplog.text
+    assert not (tmp_path / "checkpoint-2").exists()
+    assert (tmp_path / "checkpoint-3" / "notes.txt").exists()
+
+
+def test_a_save_that_only_lacks_its_manifest_is_completed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The job died between the last receipt and the manifest: the next one writes the very bytes that it would have."""
+    save_one(tmp_path, 1)
+    newer = save_one(tmp_path, 2)
+    manifest = tmp_path / "checkpoint-2" / "manifest.json"
+    expected = manifest.read_bytes()
+    manifest.unlink()
+    at, weights = resumed(tmp_path)
+    assert at == 2
+    assert equal(weights, newer)
+    assert manifest.read_bytes() == expected
+    assert "completed checkpoint-2" in caplog.text
+
+
+def test_a_file_that_shrank_is_not_completed(tmp_path: Path) -> None:
+    save_one(tmp_path, 1)
+    save_one(tmp_path, 2)
+    (tmp_path / "checkpoint-2" / "manifest.json").unlink()
+    shard = next((tmp_path / "checkpoint-2").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert resumed(tmp_path)[0] == 1
 
 
 def files_of(checkpoint: Path) -> list[Path]:
@@ -264,9 +294,12 @@ def files_of(checkpoint: Path) -> list[Path]:
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "empty"])
 @pytest.mark.parametrize("index", range(4), ids=["layout", "manifest", "receipt", "shard"])
 def test_no_damage_is_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture, index: int, damage: str) -> None:
-    """C09: any file of the newest checkpoint is damaged: the older one is taken, and the log says why."""
+    """C09: any file of the newest checkpoint is damaged: the older one is taken, and the log says why.
+
+    A manifest that is gone is written again out of the receipts, which vouch for everything else.
+    """
     older = save_one(tmp_path, 1)
-    save_one(tmp_path, 2)
+    newer = save_one(tmp_path, 2)
     victim = files_of(tmp_path / "checkpoint-2")[index]
     data = victim.read_bytes()
     if damage == "flip":
@@ -277,9 +310,12 @@ def test_no_damage_is_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture, i
     else:
         victim.write_bytes(data[: len(data) // 3] if damage == "truncate" else b"")
     at, weights = resumed(tmp_path)
-    assert at == 1
-    assert equal(weights, older)
-    assert "passed over: " in caplog.text
+    if index == 1 and at == 2:
+        assert equal(weights, newer)
+        assert "completed checkpoint-2" in caplog.text
+    else:
+        assert (at, equal(weights, older)) == (1, True)
+        assert "passed over: " in caplog.text
 
 
 def test_every_byte_of_a_shard_counts(tmp_path: Path) -> None:
@@ -324,7 +360,7 @@ def refusals(folder: Path) -> dict[str, tuple[Any, type[HoldfastError], str]]:
     sparse.register_buffer("s", torch.eye(3).to_sparse())
     return {
         "no model": (lambda: make(folder, model=None), UsageError, "needs a model"),  # type: ignore[arg-type]
-        "wrong model": (lambda: make(folder, model=3), UsageError, "model is a int, should be a torch.nn.Module"),  # type: ignore[arg-type]
+        "wrong model": (lambda: make(folder, model=3), UsageError, "model is of type int, should be a torch.nn.Module"),  # type: ignore[arg-type]
         "wrong optimizer": (lambda: make(folder, model=model, optimizer=3), UsageError, "optimizer is a int"),
         "foreign parameters": (lambda: make(folder, model=model, optimizer=other), UsageError, "belongs to no registered model"),
         "loader": (lambda: make(folder, model=model, dataloader=loader), UsageError, "use holdfast.DataLoader"),
@@ -361,7 +397,8 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     before = torch.randn(3)
 
     def resume(model: nn.Module, **options: Any) -> None:
-        holdfast.Checkpointer(tmp_path, model=model, **options).resume()
+        with holdfast.Checkpointer(tmp_path, model=model, **options) as checkpointer:
+            checkpointer.resume()
 
     wider = nn.Linear(4, 2)
     with torch.no_grad():
@@ -384,13 +421,14 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
 
 def test_exactly_that_one_or_an_error(tmp_path: Path) -> None:
     save_one(tmp_path, 1)
-    save_one(tmp_path, 2)
-    (tmp_path / "checkpoint-2" / "manifest.json").unlink()
+    other = tmp_path / "of another run"
+    save_one(other, 2)
+    (other / "checkpoint-2" / "manifest.json").unlink()
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.png").touch()
     for path, message in {
         "checkpoint-7": "there is no checkpoint",
-        "checkpoint-2": "is incomplete: it has 1 receipts and no manifest.json",
+        other / "checkpoint-2": "is incomplete: it has 1 receipts and no manifest.json",
         "photos": r"is no Holdfast checkpoint: it has no manifest.json \(it holds cat.png\)",
     }.items():
         with pytest.raises(CheckpointNotFound, match=message) as caught:
@@ -417,7 +455,90 @@ def test_files_follow_the_umask_and_stay_inside(tmp_path: Path) -> None:
             LocalFolder(tmp_path).get(path)
 
 
+def test_two_jobs_on_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is refused while the first lives; a dead one's folder is taken over, at once where its death is known."""
+    monkeypatch.setattr(lease, "BEAT", 0.1)
+    monkeypatch.setattr(lease, "PATIENCE", 1.0)
+    model, optimizer = linear()
+    first = holdfast.Checkpointer(tmp_path, model=model, optimizer=optimizer)
+    with pytest.raises(UsageError, match="this process already has a Checkpointer on"):
+        save_one(tmp_path, 1)
+    note = tmp_path / ".holdfast" / "run.json"
+    monkeypatch.setattr(lease, "_namespace", lambda: "another container")
+    with pytest.raises(UsageError, match=rf"another job \(process {os.getpid()} on .+\) is saving to") as caught:
+        save_one(tmp_path, 1)
+    assert caught.value.exit_code == 2
+    first.close()
+    assert json.loads(note.read_text())["released"] is True
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"released": False}))  # as a job that was killed leaves it
+    start = time.perf_counter()
+    save_one(tmp_path, 1)
+    assert 0.9 < time.perf_counter() - start < 5
+    assert json.loads(note.read_text())["run_sequence"] == 2
+
+
+def test_who_lost_the_folder_commits_no_more(tmp_path: Path) -> None:
+    model, optimizer = linear()
+    checkpointer = holdfast.Checkpointer(tmp_path, model=model, optimizer=optimizer)
+    note = tmp_path / ".holdfast" / "run.json"
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"nonce": "ffff", "host": "elsewhere"}))
+    checkpointer.save(1)
+    with pytest.raises(SaveFailed, match=r"was taken over by process \d+ on elsewhere"):
+        checkpointer.wait()
+    assert not (tmp_path / "checkpoint-1" / "manifest.json").exists()
+
+
+def test_retention_keeps_the_best(tmp_path: Path) -> None:
+    model, optimizer = linear()
+    with holdfast.Checkpointer(tmp_path, model=model, optimizer=optimizer, keep_last=1, keep_best=1) as checkpointer:
+        for at, metric in enumerate([0.5, 0.2, float("nan"), 0.9], 1):
+            checkpointer.save(at, metric=metric)
+    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_read_back_finds_a_disk_that_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = _Writer.close
+
+    def close(writer: _Writer, size: int) -> None:
+        original(writer, size)
+        data = bytearray(writer._path.read_bytes())
+        data[-100] ^= 1
+        writer._path.write_bytes(data)
+
+    model, optimizer = linear()
+    checkpointer = holdfast.Checkpointer(tmp_path, model=model, optimizer=optimizer, read_back=True)
+    checkpointer.save(1)
+    checkpointer.wait()
+    monkeypatch.setattr(_Writer, "close", close)
+    checkpointer.save(2)
+    with pytest.raises(SaveFailed, match="does not read back as it was written: 1 blocks differ, the first is 0"):
+        checkpointer.wait()
+
+
+def test_verify_names_the_tensor(tmp_path: Path) -> None:
+    save_one(tmp_path, 1)
+    storage = LocalFolder(tmp_path)
+    assert verify(storage, "checkpoint-1") == []
+    shard = next((tmp_path / "checkpoint-1").glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    (damage,) = verify(storage, "checkpoint-1")
+    assert damage.rank == 0
+    assert "model.weight" in damage.tensors
+    assert "block 0 of checkpoint-1/rank-00000-" in str(damage)
+    shard.write_bytes(data[:-1])
+    assert f"has {len(data) - 1:,} bytes, its receipt says {len(data):,}" in str(verify(storage, "checkpoint-1")[0])
+    with pytest.raises(CheckpointNotFound):
+        verify(storage, "checkpoint-9")
+
+
 # -- faults while saving
+
+
+def copied(folder: Path, to: Path) -> Path:
+    """The checkpoints of a folder without the lease of the run that is on it."""
+    return Path(shutil.copytree(folder, to, ignore=shutil.ignore_patterns(".holdfast", to.name)))
 
 
 class Faulty:
@@ -449,7 +570,7 @@ def test_a_write_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num
     with pytest.raises(SaveFailed, match=rf"step 2 failed on rank 0 \(.+\) in phase 'write': .*{os.strerror(number)}"):
         checkpointer.wait()
     assert files_of(tmp_path / "checkpoint-2") == []
-    assert equal(resumed(tmp_path)[1], older)
+    assert equal(resumed(copied(tmp_path, tmp_path / "copy"))[1], older)
     faulty.broken = False
     step(model, optimizer)
     checkpointer.save(3)

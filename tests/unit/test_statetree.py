@@ -89,7 +89,7 @@ def test_tensors_are_named_by_their_path() -> None:
         ({"a": [1, Path("x")]}, r"extra\.a\[1\] is a pathlib\.\w+"),
         ({"a": {"b": lambda: 0}}, r"extra\.a\.b is a builtins\.function"),
         ([object()], r"extra\[0\]"),
-        ({"a": np.array([{}])}, r"extra\.a is a NumPy array of object"),
+        ({"a": np.array([{}])}, r"extra\.a is a ndarray of object"),
         ({object(): 1}, "extra key"),
     ],
 )

@@ -24,26 +24,32 @@ _SEQUENCE_OF = {tag: kind for kind, tag in _SEQUENCES.items()}
 _MAPPING_OF = {tag: kind for kind, tag in _MAPPINGS.items()}
 
 
-def encode(value: object, path: str, foreign: Foreign) -> Json:
+MAX_NESTING = 64
+"""Levels of a caller's state tree. One level takes up to three of JSON, and a reader refuses deeper documents."""
+
+
+def encode(value: object, path: str, foreign: Foreign, level: int = 0) -> Json:
     """`value` as JSON; the result shares no mutable part with it.
 
     Raises:
-        UnsupportedState: a part of it is of another type; the message has its path below `path`.
+        UnsupportedState: a part of it is of another type, or nested too deep; the message has its path below `path`.
     """
+    if level > MAX_NESTING:
+        raise UnsupportedState(f"{path} is nested deeper than {MAX_NESTING} levels, or holds itself")
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
     if isinstance(value, float) and kind is float:
         return value if isfinite(value) else {"$": "float", "v": repr(value)}
     if isinstance(value, list) and kind is list:
-        return [encode(v, f"{path}[{i}]", foreign) for i, v in enumerate(value)]
+        return [encode(v, f"{path}[{i}]", foreign, level + 1) for i, v in enumerate(value)]
     if isinstance(value, dict) and kind in _MAPPINGS:
-        return _encode_mapping(value, _MAPPINGS[kind], path, foreign)
+        return _encode_mapping(value, _MAPPINGS[kind], path, foreign, level + 1)
     if isinstance(value, tuple | set | frozenset) and kind in _SEQUENCES:
         items = list(value)
         if kind is not tuple:  # the order of a set is not its content; the encoding must not depend on it
             items.sort(key=lambda v: (type(v).__name__, repr(v)))
-        return {"$": _SEQUENCES[kind], "v": [encode(v, f"{path}[{i}]", foreign) for i, v in enumerate(items)]}
+        return {"$": _SEQUENCES[kind], "v": [encode(v, f"{path}[{i}]", foreign, level + 1) for i, v in enumerate(items)]}
     if isinstance(value, complex) and kind is complex:
         return {"$": "complex", "v": [repr(value.real), repr(value.imag)]}
     if isinstance(value, bytes | bytearray) and kind in (bytes, bytearray):
@@ -57,10 +63,12 @@ def encode(value: object, path: str, foreign: Foreign) -> Json:
     return document
 
 
-def _encode_mapping(value: dict[object, object], tag: str, path: str, foreign: Foreign) -> Json:
+def _encode_mapping(value: dict[object, object], tag: str, path: str, foreign: Foreign, level: int) -> Json:
     if tag == "dict" and "$" not in value and all(type(k) is str for k in value):
-        return {str(k): encode(v, f"{path}.{k}", foreign) for k, v in value.items()}
-    pairs = [[encode(k, f"{path} key {k!r}", foreign), encode(v, f"{path}.{k}", foreign)] for k, v in value.items()]
+        return {str(k): encode(v, f"{path}.{k}", foreign, level) for k, v in value.items()}
+    pairs = [
+        [encode(k, f"{path} key {k!r:.60}", foreign, level), encode(v, f"{path}.{k}", foreign, level)] for k, v in value.items()
+    ]
     return {"$": tag, "v": pairs}
 
 

@@ -12,14 +12,14 @@ from typing import Any, NoReturn, TypeVar
 
 import xxhash
 
-from holdfast.errors import CorruptCheckpoint
+from holdfast.errors import CorruptCheckpoint, IncompatibleCheckpoint
 
 Json = Any
 T = TypeVar("T")
 
 MAX_DOCUMENT = 1 << 30
-MAX_DEPTH = 64
-"""No document of ours is nested deeper than a caller's state tree, and json itself gives up near 1,000."""
+MAX_DEPTH = 256
+"""No document of ours is nested deeper than a caller's state tree can be, and json itself gives up near 1,000."""
 
 _HEX_DIGEST = re.compile(r"[0-9a-f]{32}")
 
@@ -119,7 +119,19 @@ class Fields:
             raise CorruptCheckpoint(f"{self.what}: field {name!r} should hold digests")
         return tuple(values)
 
-    def expect(self, name: str, value: str | int, hint: str = "") -> None:
+    def version(self, known: int) -> None:
+        """That this is the version that this code reads.
+
+        Raises:
+            IncompatibleCheckpoint: it is whole, perhaps, but another Holdfast's.
+        """
+        found = self.count("version")
+        if found != known:
+            raise IncompatibleCheckpoint(
+                f"{self.what} is of format version {found}, this Holdfast reads version {known}: use the Holdfast that wrote it"
+            )
+
+    def expect(self, name: str, value: str | int) -> None:
         found = self.document.get(name)
         if found != value or type(found) is not type(value):
-            raise CorruptCheckpoint(f"{self.what}: field {name!r} is {found!r:.60}, expected {value!r}{hint}")
+            raise CorruptCheckpoint(f"{self.what}: field {name!r} is {found!r:.60}, expected {value!r}")

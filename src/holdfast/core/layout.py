@@ -94,7 +94,7 @@ class Layout:
         """
         fields = Fields(parse(data, what), what)
         fields.expect("format", FORMAT)
-        fields.expect("version", VERSION, hint="; it was written by another version of Holdfast")
+        fields.version(VERSION)
         world_size = fields.count("world_size", MAX_RANKS)
         placements = [_placement_from_json(p, world_size, what) for p in fields.get("placements", list)]
         tensors = {

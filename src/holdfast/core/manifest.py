@@ -67,15 +67,17 @@ class Receipt:
     host: str
     captured_s: float
     written_s: float
+    metric: float | None = None
 
     def encoded(self) -> bytes:
-        return canonical({"format": RECEIPT_FORMAT, "version": VERSION, **asdict(self), "blocks": list(self.blocks)})
+        document = {"format": RECEIPT_FORMAT, "version": VERSION, **asdict(self), "blocks": list(self.blocks)}
+        return canonical(_without_none(document))
 
     @classmethod
     def parse(cls, data: bytes, what: str) -> Receipt:
         fields = Fields(parse(data, what), what)
         fields.expect("format", RECEIPT_FORMAT)
-        fields.expect("version", VERSION, hint="; it was written by another version of Holdfast")
+        fields.version(VERSION)
         receipt = cls(
             attempt=_attempt(fields),
             run_sequence=fields.count("run_sequence"),
@@ -91,6 +93,7 @@ class Receipt:
             host=fields.get("host", str),
             captured_s=fields.get("captured_s", float),
             written_s=fields.get("written_s", float),
+            metric=_metric(fields),
         )
         if receipt.block_size == 0 or len(receipt.blocks) != -(-receipt.size // receipt.block_size):
             raise CorruptCheckpoint(f"{what}: {len(receipt.blocks)} hashes for {receipt.size} bytes")
@@ -107,15 +110,15 @@ class Announcement:
     layout: str
     plain: str
     receipt: str
+    metric: float | None = None
 
     @classmethod
     def of(cls, receipt: Receipt) -> Announcement:
-        return cls(
-            receipt.rank, receipt.attempt, receipt.step, receipt.layout, receipt.plain, digest(receipt.encoded())
-        )
+        own = digest(receipt.encoded())
+        return cls(receipt.rank, receipt.attempt, receipt.step, receipt.layout, receipt.plain, own, receipt.metric)
 
     def encoded(self) -> bytes:
-        return canonical(asdict(self))
+        return canonical(_without_none(asdict(self)))
 
     @classmethod
     def parse(cls, data: bytes, what: str) -> Announcement:
@@ -127,6 +130,7 @@ class Announcement:
             layout=fields.digest("layout"),
             plain=fields.digest("plain"),
             receipt=fields.digest("receipt"),
+            metric=_metric(fields),
         )
 
 
@@ -135,7 +139,7 @@ class Manifest:
     """The table of contents of one complete checkpoint.
 
     `run_sequence` and `save_index` order checkpoints by when they were requested, whatever their step; `plain_equal` says
-    whether the per-rank tensors of all ranks are copies of each other.
+    whether the per-rank tensors of all ranks are copies of each other. `metric` is what rank 0's `save` was given.
     """
 
     attempt: str
@@ -146,6 +150,7 @@ class Manifest:
     layouts: tuple[str, ...]
     receipts: tuple[str, ...]
     plain_equal: bool
+    metric: float | None = None
 
     @classmethod
     def of(cls, announcements: Sequence[Announcement], run_sequence: int, save_index: int) -> Manifest:
@@ -170,6 +175,7 @@ class Manifest:
             layouts=tuple(sorted({a.layout for a in announcements})),
             receipts=tuple(a.receipt for a in announcements),
             plain_equal=len({a.plain for a in announcements}) == 1,
+            metric=first.metric,
         )
 
     @property
@@ -178,13 +184,13 @@ class Manifest:
 
     def encoded(self) -> bytes:
         document: dict[str, Json] = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        return canonical(document | {"layouts": list(self.layouts), "receipts": list(self.receipts)})
+        return canonical(_without_none(document) | {"layouts": list(self.layouts), "receipts": list(self.receipts)})
 
     @classmethod
     def parse(cls, data: bytes, what: str) -> Manifest:
         fields = Fields(parse(data, what), what)
         fields.expect("format", FORMAT)
-        fields.expect("version", VERSION, hint="; it was written by another version of Holdfast")
+        fields.version(VERSION)
         manifest = cls(
             attempt=_attempt(fields),
             run_sequence=fields.count("run_sequence"),
@@ -194,10 +200,20 @@ class Manifest:
             layouts=fields.digests("layouts"),
             receipts=fields.digests("receipts"),
             plain_equal=fields.get("plain_equal", bool),
+            metric=_metric(fields),
         )
         if manifest.world_size == 0 or len(manifest.receipts) != manifest.world_size or not manifest.layouts:
             raise CorruptCheckpoint(f"{what}: {len(manifest.receipts)} receipts for {manifest.world_size} ranks")
         return manifest
+
+
+def _without_none(document: dict[str, Json]) -> dict[str, Json]:
+    """A field that is not set is left out."""
+    return {k: v for k, v in document.items() if v is not None}
+
+
+def _metric(fields: Fields) -> float | None:
+    return fields.get("metric", float) if "metric" in fields.document else None
 
 
 def _attempt(fields: Fields) -> str:

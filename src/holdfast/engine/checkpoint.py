@@ -77,8 +77,9 @@ class Checkpoint:
         if rank not in self._receipts:
             name = receipt_file(rank, self.manifest.attempt)
             receipt = Receipt.parse(self._get(name, self.manifest.receipts[rank]), f"{self.where}/{name}")
-            expected = (self.manifest.attempt, self.manifest.step, rank, self.manifest.world_size)
-            if (receipt.attempt, receipt.step, receipt.rank, receipt.world_size) != expected:
+            expected = (self.manifest.attempt, self.manifest.step, rank, self.manifest.world_size, *self.manifest.order)
+            found = (receipt.attempt, receipt.step, receipt.rank, receipt.world_size)
+            if (*found, receipt.run_sequence, receipt.save_index) != expected:
                 raise CorruptCheckpoint(f"{self.where}/{name} speaks of another rank or attempt than the manifest")
             if receipt.layout not in self.manifest.layouts:
                 raise CorruptCheckpoint(f"{self.where}/{name} names a layout that the manifest does not have")

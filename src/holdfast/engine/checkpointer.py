@@ -5,12 +5,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import os
 import time
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -18,16 +19,16 @@ from holdfast.core.documents import canonical
 from holdfast.core.manifest import attempt_name
 from holdfast.engine import rng
 from holdfast.engine.capture import Staging
-from holdfast.engine.collect import Registered, bare_optimizer, collect, world
+from holdfast.engine.collect import Collected, Registered, bare_optimizer, collect, world
 from holdfast.engine.deadlines import POLL, Deadlines
 from holdfast.engine.firstbatch import before_first_batch
 from holdfast.engine.gate import Gate
+from holdfast.engine.lease import Lease
 from holdfast.engine.names import Models, join, keyed
 from holdfast.engine.plan import SavePlan, make_plan
 from holdfast.engine.restore import restore_rng
-from holdfast.engine.resume import Resume, folder_of, survey
-from holdfast.engine.retention import remove_checkpoint, superfluous
-from holdfast.engine.runs import next_run_sequence, remember_run
+from holdfast.engine.resume import Resume, folder_of, survey, tidy
+from holdfast.engine.retention import Retention, remove_checkpoint
 from holdfast.engine.service import Job, Save, Service
 from holdfast.engine.store import Below, Run, Store, connect, shake_hands
 from holdfast.errors import DeadlineExceeded, SaveFailed, UsageError
@@ -51,7 +52,9 @@ class Checkpointer:
         overlap: False: `save` returns when the state has been copied. True: it returns at once, and the copy runs beside
             forward and backward; the next `optimizer.step` waits for it, and whatever else changes parameters or `extra`
             tensors must run inside `mutating()`.
-        keep_last: keep this many complete checkpoints; the newest is never removed. None keeps all.
+        keep_last, keep_every, keep_best, best: which complete checkpoints to keep, see `Retention`; None keeps all. The newest
+            and the last one that was read back and found whole are never removed.
+        read_back: read every rank's file back and check it before the checkpoint counts.
         deadlines: how long to wait for other ranks.
 
     All ranks make their Checkpointers in the same order, after the process group.
@@ -74,17 +77,21 @@ class Checkpointer:
         extra: Mapping[str, object] | None = None,
         overlap: bool = False,
         keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: int | None = None,
+        best: Literal["min", "max"] = "min",
+        read_back: bool = False,
         deadlines: Deadlines | None = None,
     ) -> None:
-        if keep_last is not None and keep_last < 1:
-            raise UsageError(f"keep_last is {keep_last}, should be at least 1, or None to keep all")
-        self.overlap, self.keep_last = overlap, keep_last
+        self.overlap, self.read_back = overlap, read_back
+        self.retention = Retention(keep_last, keep_every, keep_best, best)
         self.saves: list[Save] = []
         """Every save of this run, with its times and its outcome."""
         self._deadlines = deadlines or Deadlines()
         self._registered = _register(model, optimizer, lr_scheduler, dataloader, scaler, extra)
         self._rank, self._world_size = self._registered.rank, self._registered.world_size
         canonical(collect(self._registered).small)  # what cannot be saved is refused before the first step
+        self._lease: Lease | None = None
         training_store, service_store = connect(self._world_size, self._deadlines)
         self._storage, self._run = self._meet(folder, training_store)
         self._store = Below(training_store, self._run.nonce)
@@ -96,7 +103,15 @@ class Checkpointer:
         self._gate = Gate(self._registered.optimizers, self._deadlines.capture)
         self._goodbyes = Below(service_store, self._run.nonce)
         self._service = Service(
-            self._storage, self._goodbyes, self._run, self._rank, self._world_size, self._deadlines, self._after_commit
+            self._storage,
+            self._goodbyes,
+            self._run,
+            self._rank,
+            self._world_size,
+            self._deadlines,
+            before_commit=self._lease.check if self._lease is not None else _nothing,
+            after_commit=self._after_commit,
+            read_back=read_back,
         )
         self._closed = False
         self._at_exit = _close_at_exit(self)
@@ -134,16 +149,23 @@ class Checkpointer:
             return 0
         self._gate.resumed()
         self._verified.add(checkpoint.folder)
-        plan = resume.plan
+        pending = [resume.plan]
+
+        def put_generators_back() -> None:
+            if pending:  # the first loader that is asked: a later one, for validation say, comes in the middle of the run
+                restore_rng(pending.pop())
+
         for key, value in self._registered.stateful.items():
             if key.partition(".")[0] == "dataloader":
-                before_first_batch(value, lambda: restore_rng(plan))
+                before_first_batch(value, put_generators_back)
         step = checkpoint.manifest.step
         self._say(f"resumed from {checkpoint.where} at step {step} in {time.perf_counter() - start:.2f} s")
         return step
 
-    def save(self, step: int) -> Save:
+    def save(self, step: int, metric: float | None = None) -> Save:
         """Save the state as `checkpoint-<step>`; all ranks call it, between two optimizer steps.
+
+        `metric` rates the checkpoint for `keep_best`; rank 0's counts, and one that is no finite number does not.
 
         Returns when the state has been copied (at once with `overlap`); the writing goes on beside the training. When the
         save before this one is still being written, its staging is waited for first.
@@ -158,24 +180,30 @@ class Checkpointer:
         started = time.perf_counter()
         if type(step) is not int or step < 0:
             raise UsageError(f"save(step): step is {step!r}, should be the number of optimizer steps done")
+        rating = float(metric) if metric is not None and math.isfinite(metric) else None
         if self._closed:
             raise UsageError("save() after close()")
+        if not self._service.alive:
+            raise SaveFailed(f"rank {self._rank}: the service thread has died; see the log for what it said")
         if self.overlap and not self.saves:
             self._gate.check_hooks()
         capture = self._gate.begin()
+        index, folder = len(self.saves) + 1, folder_of(step)
+        save = Save(
+            step, index, folder, attempt_name(self._run.nonce, index), rating, folder in self._verified, requested=started
+        )
+        self.saves.append(save)  # counted even if it fails here, so that the ranks' counts stay the same
         try:
             self._wait_for_staging()
-            index = len(self.saves) + 1
-            save = Save(step, index, folder_of(step), attempt_name(self._run.nonce, index), requested=started)
-            self._stage(save)
-        except BaseException:
+            plan, collected = self._stage(save)
+        except BaseException as error:
             capture.done.set()
+            save.error_raised = True
+            self._service.refuse(save, error if isinstance(error, Exception) else SaveFailed(repr(error)))
             raise
-        self.saves.append(save)
         if not self.overlap:
             capture.done.set()
-        job = Job(save, self._current_plan(), self._collected, self._staging, capture if self.overlap else None)
-        self._service.submit(job)
+        self._service.submit(Job(save, plan, collected, self._staging, capture if self.overlap else None))
         save.blocked_s += time.perf_counter() - started
         self._gate.charge(save)
         return save
@@ -198,7 +226,7 @@ class Checkpointer:
                 if time.monotonic() >= end:
                     raise DeadlineExceeded(f"rank {self._rank}: the save of step {save.step} is not done after {timeout:.0f} s")
             self._reported += 1
-            if save.error is not None:
+            if save.error is not None and not save.error_raised:
                 raise save.error
 
     @contextlib.contextmanager
@@ -225,13 +253,16 @@ class Checkpointer:
             self._part()
 
     def _part(self) -> None:
-        """The rank that may host the store leaves last."""
-        self._goodbyes.publish(f"goodbye/{self._rank}", b"1")
+        """The rank that may host the store leaves last. By now everything is durable: a store that is gone costs nothing."""
         end = time.monotonic() + self._deadlines.goodbye
         missing = set(range(self._world_size)) if self._rank == 0 else set()
-        while missing and time.monotonic() < end:
-            missing = {r for r in missing if self._goodbyes.look(f"goodbye/{r}") is None}
-            time.sleep(POLL if missing else 0)
+        try:
+            self._goodbyes.publish(f"goodbye/{self._rank}", b"1")
+            while missing and time.monotonic() < end:
+                missing = {r for r in missing if self._goodbyes.look(f"goodbye/{r}") is None}
+                time.sleep(POLL if missing else 0)
+        except RuntimeError as error:
+            log.warning("rank %d: the store is gone before all ranks have left: %s", self._rank, error)
 
     def _stop(self, patience: float) -> None:
         self._closed = True
@@ -239,6 +270,8 @@ class Checkpointer:
         self._gate.close()
         if not self._service.stop(patience):
             log.error("rank %d: the service thread did not end within %.0f s", self._rank, patience)
+        if self._lease is not None:
+            self._lease.release()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -249,11 +282,10 @@ class Checkpointer:
         elif not self._closed:  # other ranks may be gone: finish the own part and leave
             self._stop(patience=self._deadlines.goodbye)
 
-    def _stage(self, save: Save) -> None:
+    def _stage(self, save: Save) -> tuple[SavePlan, Collected]:
         """Find the state, note the small state, and copy what must be copied before `save` returns."""
         collected = collect(self._registered)
         small = canonical({"state": collected.small, "rng": rng.capture(), "step": save.step, "rank": self._rank})
-        self._collected = collected
         self._plan = make_plan(collected, self._rank, self._world_size, len(small), self._plan)
         self._staging.prepare(self._plan, collected.tensors)
         start = time.perf_counter()
@@ -261,10 +293,7 @@ class Checkpointer:
         self._staging.copy(filter(collected.volatile.__contains__, names) if self.overlap else names, collected.tensors)
         self._staging.put_small(small)
         save.captured_s = time.perf_counter() - start
-
-    def _current_plan(self) -> SavePlan:
-        assert self._plan is not None
-        return self._plan
+        return self._plan, collected
 
     def _wait_for_staging(self) -> None:
         if not self._service.staging_free.wait(self._deadlines.commit):
@@ -279,20 +308,25 @@ class Checkpointer:
         own = folder if not isinstance(folder, str | os.PathLike) else None
         if own is None and given is not None and (self._rank == 0 or given.is_absolute()):
             own = _make(given.absolute())
-        sequence = next_run_sequence(own) if self._rank == 0 and own is not None else 0
+        sequence = 0
+        if self._rank == 0 and own is not None:
+            self._lease = Lease(own)
+            sequence = self._lease.await_free(survey(own).complete)
         resolved = own.describe() if own is not None else ""
         run = shake_hands(store, self._rank, self._world_size, resolved, sequence, self._deadlines)
         storage = own if own is not None else _make(Path(run.folder))
-        if self._rank == 0:
-            remember_run(storage, run)
+        if self._lease is not None:
+            self._lease.take(run)
+            tidy(storage)
         return storage, run
 
     def _after_commit(self, save: Save) -> None:
         """On the service thread, once a save is complete: rank 0 removes what `keep_last` no longer wants."""
-        if self._rank != 0 or self.keep_last is None:
-            return
-        for old in superfluous(survey(self._storage)[0], self.keep_last, self._verified):
-            remove_checkpoint(self._storage, old.folder)
+        if self.read_back:
+            self._verified.add(save.folder)
+        if self._rank == 0:
+            for old in self.retention.superfluous(survey(self._storage).complete, self._verified):
+                remove_checkpoint(self._storage, old.folder, self._run.nonce)
 
     def _say(self, line: str) -> None:
         if self._rank == 0:
@@ -302,6 +336,8 @@ class Checkpointer:
 def _make(folder: Path) -> LocalFolder:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise UsageError(f"cannot use {folder} for checkpoints: it is a file, give a folder") from error
     except OSError as error:
         raise UsageError(f"cannot use {folder} for checkpoints: {error.strerror or error}") from error
     if not os.access(folder, os.W_OK):
@@ -315,7 +351,7 @@ def _register(
     models: dict[str, nn.Module] = {}
     for key, value in keyed(model, "model").items():
         if not isinstance(value, nn.Module):
-            raise UsageError(f"{join('model', key)} is a {type(value).__name__}, should be a torch.nn.Module")
+            raise UsageError(f"{join('model', key)} is of type {type(value).__name__}, should be a torch.nn.Module")
         models[key] = value
     if not models:
         raise UsageError("a Checkpointer needs a model")
@@ -341,6 +377,10 @@ def _register(
             )
         stateful[join("extra", key)] = value
     return Registered(models, optimizers, stateful, *world())
+
+
+def _nothing() -> None:
+    pass
 
 
 def _stateful(value: object) -> bool:

@@ -1,48 +1,76 @@
-"""Commit: the manifest of one attempt, written last, and then the leftovers of earlier attempts at the same step."""
+"""Commit: what the receipts vouch for is looked at once more, and the manifest is written, last."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from holdfast.core.documents import digest
-from holdfast.core.manifest import MANIFEST_FILE, RANK_NAME, Announcement, Manifest, layout_file
+from holdfast.core.layout import Layout
+from holdfast.core.manifest import MANIFEST_FILE, Announcement, Manifest, layout_file, rank_file, receipt_file
+from holdfast.engine.store import name_ranks
+from holdfast.errors import CorruptCheckpoint, UnsupportedState
 from holdfast.storage import Storage
 
 
 def write_manifest(
     storage: Storage, folder: str, announcements: Sequence[Announcement], run_sequence: int, save_index: int
-) -> str:
-    """Make `folder` a complete checkpoint of these receipts; returns the manifest's digest.
+) -> Manifest:
+    """Make `folder` a complete checkpoint of these receipts.
 
     Idempotent: the same receipts give the same bytes. A manifest that is there already is replaced in one rename, so that
     the folder is a whole checkpoint, old or new, at every instant.
 
     Raises:
         ValueError: the receipts speak of different attempts or steps.
+        CorruptCheckpoint: a file that a receipt vouches for is not to be seen.
+        UnsupportedState: ranks describe the same tensor differently.
     """
     manifest = Manifest.of(announcements, run_sequence, save_index)
-    encoded = manifest.encoded()
-    storage.put(f"{folder}/{MANIFEST_FILE}", encoded)
-    remove_superseded(storage, folder, manifest)
-    return digest(encoded)
+    _check_files(storage, folder, manifest)
+    if len(manifest.layouts) > 1:
+        _check_layouts(storage, folder, announcements)
+    storage.put(f"{folder}/{MANIFEST_FILE}", manifest.encoded())
+    return manifest
 
 
-def remove_superseded(storage: Storage, folder: str, manifest: Manifest) -> None:
-    """Remove the files of attempts that the manifest has replaced; not those of a later attempt of the same run."""
-    nonce = manifest.attempt.partition("-")[0]
-    layouts = {layout_file(d) for d in manifest.layouts}
-    later = False
-    for name in storage.names(folder):
-        match = RANK_NAME.fullmatch(name)
-        if match is None:
-            continue
-        owner, _, index = match[2].partition("-")
-        if owner == nonce and int(index) > manifest.save_index:
-            later = True
-        elif match[2] != manifest.attempt:
-            storage.remove(f"{folder}/{name}")
-    if later:
-        return
-    for name in storage.names(folder):
-        if name.startswith("layout-") and name not in layouts:
-            storage.remove(f"{folder}/{name}")
+def manifest_digest(manifest: Manifest) -> str:
+    return digest(manifest.encoded())
+
+
+def _check_files(storage: Storage, folder: str, manifest: Manifest) -> None:
+    """One listing: a file that was removed, or that lies on another node's disk, must not be named."""
+    names = set(storage.names(folder))
+    absent = [
+        rank
+        for rank in range(manifest.world_size)
+        if not {rank_file(rank, manifest.attempt), receipt_file(rank, manifest.attempt)} <= names
+    ]
+    if absent:
+        raise CorruptCheckpoint(
+            f"{storage.describe()}/{folder} lacks the files of {name_ranks(absent)} although they were written: "
+            "the folder has to be one that all ranks share, and nobody else may remove files from it"
+        )
+    for layout in manifest.layouts:
+        if layout_file(layout) not in names:
+            raise CorruptCheckpoint(f"{storage.describe()}/{folder} lacks {layout_file(layout)} although it was written")
+
+
+def _check_layouts(storage: Storage, folder: str, announcements: Sequence[Announcement]) -> None:
+    """All ranks that hold a placed tensor must describe it alike, else nobody could tell whose bytes are whose."""
+    by_rank = [a.layout for a in announcements]
+    layouts = {d: Layout.parse(storage.get(f"{folder}/{layout_file(d)}"), layout_file(d)) for d in set(by_rank)}
+    for layout in layouts.values():
+        for name, spec in layout.tensors.items():
+            if spec.placement is None:
+                continue
+            for rank in spec.placement.mesh.ranks:
+                if layouts[by_rank[rank]].tensors.get(name) != spec:
+                    raise UnsupportedState(
+                        f"{name} is laid out differently on rank {rank} than on the other ranks of its mesh: a tensor of one name has "
+                        "to be one tensor of the job (give each mesh's model a key of its own)"
+                    )
+            known = {d: other.tensors[name] for d, other in layouts.items() if name in other.tensors}
+            if any(other != spec for other in known.values()):
+                raise UnsupportedState(
+                    f"{name} stands for different tensors on different ranks (two meshes): give each mesh's model a key of its own"
+                )

@@ -3,7 +3,9 @@
 There is one stream of samples for the whole job: the permutation of epoch 0, then that of epoch 1, and so on. The next
 global batch takes the next `world_size * batch_size` samples of it, each rank its part, so that no sample is lost, padded
 or seen twice in an epoch, and the position is one number. A batch may hold the end of one epoch and the beginning of the
-next. The order depends on `seed` and the epoch only, and nothing is drawn from the global generators.
+next. The order depends on `seed` and the epoch only, and nothing is drawn from the global generators. Workers seed theirs
+anew for every sample, from `seed` and its place in the stream, so that what a sample draws does not depend on which worker
+makes it, or on how often the run was interrupted; without workers samples draw from the rank's own generators.
 """
 
 from __future__ import annotations
@@ -16,14 +18,33 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, Sampler
 
+from holdfast.engine import rng
 from holdfast.errors import UsageError
 
 
-class _GlobalBatches(Sampler[list[int]]):
+class _Seeded(Dataset[Any]):
+    """A dataset whose samples are asked for by (place in the stream, index), and seeded by the place."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        place, index = key
+        rng.reseed((self.seed * 1_000_003 + place) % (1 << 63))
+        return self.dataset[index]
+
+
+class _GlobalBatches(Sampler[list[Any]]):
     """The batches of one rank, from the loader's position to the end of its epoch."""
 
-    def __init__(self, size: int, batch_size: int, shuffle: bool, seed: int, rank: int, world_size: int) -> None:
+    def __init__(
+        self, size: int, batch_size: int, shuffle: bool, seed: int, rank: int, world_size: int, places: bool
+    ) -> None:
         self.size, self.batch_size, self.shuffle, self.seed = size, batch_size, shuffle, seed
+        self.places = places
         self.rank, self.world_size = rank, world_size
         self.position = 0
 
@@ -35,11 +56,12 @@ class _GlobalBatches(Sampler[list[int]]):
         """Batches until the current epoch's samples have all been given out."""
         return -(-(self.size - self.position % self.size) // self.stride)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         start = self.position
         for _ in range(len(self)):
             mine = start + self.rank * self.batch_size
-            yield [self._sample(i) for i in range(mine, mine + self.batch_size)]
+            places = range(mine, mine + self.batch_size)
+            yield [(i, self._sample(i)) for i in places] if self.places else [self._sample(i) for i in places]
             start += self.stride
 
     def _sample(self, index: int) -> int:
@@ -73,6 +95,9 @@ class DataLoader(TorchDataLoader[Any]):
     the loop, on all ranks together; batches that workers have read ahead do not count.
     """
 
+    draws_nothing = True
+    """Making its iterator leaves the global generators alone."""
+
     any_world_size = True
     """Its position is that of the whole job, so a checkpoint of any number of ranks fits."""
 
@@ -99,10 +124,10 @@ class DataLoader(TorchDataLoader[Any]):
             raise UsageError("the dataset is empty")
         if batch_size < 1:
             raise UsageError(f"batch_size is {batch_size}, should be at least 1")
-        batches = _GlobalBatches(size, batch_size, shuffle, seed, rank, world_size)
+        batches = _GlobalBatches(size, batch_size, shuffle, seed, rank, world_size, places=num_workers > 0)
         # A generator of its own: torch would draw the workers' seed from the global one at every iter().
         super().__init__(
-            dataset,
+            _Seeded(dataset, seed) if num_workers > 0 else dataset,
             batch_sampler=batches,
             num_workers=num_workers,
             collate_fn=collate_fn,

@@ -1,17 +1,23 @@
 """Something to do just before a loop gets its next batch, for any iterable.
 
-Making an iterator, starting workers and reading ahead may draw from the global generators, so a resume that only puts them
-back beforehand differs from the uninterrupted run at its first step.
+Making an iterator and starting workers may draw from the global generators, which the uninterrupted run did long before; so
+a resume that only puts them back beforehand differs at its first step. Samples may draw as well, and in the uninterrupted run
+they do so after the checkpoint. So the generators are put back between the two: after the iterator is made, before its first
+batch is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import GeneratorType
 from typing import Any
 
 
 def before_first_batch(loader: Any, action: Callable[[], None]) -> None:
-    """Call `action` once, after `loader` has made its next batch and before the loop gets it.
+    """Call `action` once, between the making of `loader`'s next iterator and that of its first batch.
+
+    A loader whose `__iter__` is a generator function makes its inner iterator only when asked for the first batch (Accelerate's
+    do, and read one batch ahead): there the action comes after that batch, unless the loader says that it `draws_nothing`.
 
     The object itself takes part: for one iteration it is of a subclass whose `__iter__` does so.
     """
@@ -20,13 +26,15 @@ def before_first_batch(loader: Any, action: Callable[[], None]) -> None:
     def iterate(self: Any) -> Iterator[Any]:
         self.__class__ = kind
         iterator = iter(self)
-        try:
-            first = next(iterator)
-        except StopIteration:
+        late = isinstance(iterator, GeneratorType) and not getattr(self, "draws_nothing", False)
+        if not late:
             action()
-            return
-        action()
-        yield first
-        yield from iterator
+        for batch in iterator:
+            if late:
+                action()
+                late = False
+            yield batch
+        if late:
+            action()
 
     loader.__class__ = type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__})

@@ -51,6 +51,7 @@ class Gate:
             self._handles += [
                 optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(self._counter(key)),
+                optimizer.register_load_state_dict_post_hook(lambda _: self.resumed()),
             ]
 
     def close(self) -> None:

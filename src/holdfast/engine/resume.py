@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.core.manifest import MANIFEST_FILE, Manifest
-from holdfast.engine import restore
+from holdfast.engine import repair, restore
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.collect import Registered
 from holdfast.engine.deadlines import POLL, Deadlines
@@ -30,6 +30,7 @@ from holdfast.errors import (
     HoldfastError,
     IncompatibleCheckpoint,
     NoUsableCheckpoint,
+    UsageError,
 )
 from holdfast.storage import Storage
 
@@ -42,21 +43,52 @@ def folder_of(step: int) -> str:
     return f"checkpoint-{step}"
 
 
-def survey(storage: Storage) -> tuple[list[Complete], list[str]]:
-    """The complete checkpoints of an output folder, newest first, and why the other candidates do not count."""
-    complete, passed_over = [], []
+def tidy(storage: Storage) -> list[str]:
+    """Complete what only lacks its manifest, and remove what dead attempts left; returns what was done, for people.
+
+    Nobody else may be saving to `storage`: for the owner of its lease before its first save, and for `holdfast repair`.
+    """
+    done = []
+    for name in sorted(storage.names("")):
+        if not _FOLDER.fullmatch(name):
+            continue
+        try:
+            if repair.finish(storage, name) is not None:
+                done.append(f"completed {name}: all ranks had written it and only its manifest was missing")
+            elif removed := repair.remove_leftovers(storage, name):
+                done.append(f"removed {len(removed)} files of interrupted saves from {name}")
+        except OSError as error:
+            done.append(f"left {name} as it is: {error}")
+    for line in done:
+        log.warning("%s: %s", storage.describe(), line)
+    return done
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The complete checkpoints of an output folder, newest first; why others are incomplete, or cannot be used at all."""
+
+    complete: list[Complete]
+    incomplete: list[str]
+    unusable: list[str]
+
+
+def survey(storage: Storage) -> Survey:
+    """Look at every checkpoint folder's manifest, and at nothing else."""
+    complete: list[Complete] = []
+    incomplete, unusable = [], []
     for name in sorted(storage.names("")):
         if not _FOLDER.fullmatch(name):
             continue
         path = f"{name}/{MANIFEST_FILE}"
         try:
             manifest = Manifest.parse(storage.get(path), f"{storage.describe()}/{path}")
-            complete.append(Complete(name, manifest.order, manifest.step))
+            complete.append(Complete(name, manifest.order, manifest.step, manifest.metric))
         except (FileNotFoundError, NotADirectoryError):
-            passed_over.append(f"{name} is incomplete: it has no {MANIFEST_FILE}, its save was interrupted")
-        except (CorruptCheckpoint, OSError) as error:
-            passed_over.append(f"{name} cannot be used: {error}")
-    return sorted(complete, key=lambda c: c.order, reverse=True), passed_over
+            incomplete.append(f"{name} is incomplete: it has no {MANIFEST_FILE}, its save was interrupted")
+        except (CheckpointError, OSError) as error:
+            unusable.append(f"{name} cannot be used: {error}")
+    return Survey(sorted(complete, key=lambda c: c.order, reverse=True), incomplete, unusable)
 
 
 @dataclass
@@ -78,15 +110,15 @@ class Resume:
             IncompatibleCheckpoint: the newest is of another model or optimizer: older ones would be too.
         """
         candidates: list[str] = []
-        if self.registered.rank == 0:
-            complete, passed_over = survey(storage)
-            for line in passed_over:
-                log.warning("passed over: %s", line)
-            candidates = [c.folder for c in complete]
         reasons: list[str] = []
+        if self.registered.rank == 0:
+            found = survey(storage)
+            for line in (*found.incomplete, *found.unusable):
+                log.warning("passed over: %s", line)
+            candidates, reasons = [c.folder for c in found.complete], found.unusable
         for number in range(1 << 30):
-            proposal = self._propose(storage, candidates, number)
-            if proposal is None:
+            proposal = self._propose(storage, candidates, number, reasons)
+            if "none" in proposal:
                 break
             checkpoint, reason = self._try(storage, proposal, number)
             if checkpoint is not None:
@@ -94,26 +126,28 @@ class Resume:
             reasons.append(reason)
             if self.registered.rank == 0:
                 log.warning("passed over: %s", reason)
-        if reasons:
+        if proposal["none"]:
             raise NoUsableCheckpoint(
-                f"none of the {len(reasons)} complete checkpoints in {storage.describe()} can be used: {'; '.join(reasons)}. "
+                f"no checkpoint in {storage.describe()} can be used: {proposal['none']}. "
                 "Repair or remove them, or start in another folder; nothing was started over"
             )
         return None
 
     def exactly(self, storage: Storage, folder: str) -> Checkpoint:
         """Continue from this one, or fail on all ranks."""
-        proposal = self._propose(storage, [folder], 0)
-        assert proposal is not None
+        proposal = self._propose(storage, [folder], 0, [])
         checkpoint, reason = self._try(storage, proposal, 0)
         if checkpoint is None:
             raise CorruptCheckpoint(reason)
         return checkpoint
 
-    def _propose(self, storage: Storage, candidates: Sequence[str], number: int) -> dict[str, str] | None:
+    def _propose(
+        self, storage: Storage, candidates: Sequence[str], number: int, reasons: Sequence[str]
+    ) -> dict[str, str]:
+        """Rank 0's next candidate, on all ranks; `{"none": why}` when there are no more."""
         key = f"resume/{self.index}/{number}/proposal"
         if self.registered.rank == 0:
-            proposal: dict[str, str] | None = None
+            proposal = {"none": "; ".join(reasons)}
             if number < len(candidates):
                 proposal = {"folder": candidates[number], "digest": "", "error": ""}
                 try:
@@ -133,11 +167,12 @@ class Resume:
         prefix = f"resume/{self.index}/{number}"
         checkpoint, plan, error = None, None, None
         try:
+            # Whatever goes wrong here, memory running out included, has to reach the other ranks: they wait for this vote.
             checkpoint = Checkpoint(storage, proposal["folder"])
             if checkpoint.digest != proposal["digest"]:
                 raise CorruptCheckpoint(f"{checkpoint.where} is another checkpoint here than on rank 0: the folders differ")
             plan = restore.match(checkpoint, self.registered)
-        except (HoldfastError, OSError) as failed:
+        except Exception as failed:
             error = failed
         verdict = self._vote(f"{prefix}/match", error, self.deadlines.agreement)
         if verdict["error"]:
@@ -148,13 +183,19 @@ class Resume:
         try:
             read = restore.read(plan)
             log.debug("rank %d read %d bytes of %s", self.registered.rank, read, checkpoint.where)
-        except (HoldfastError, OSError) as failed:
+        except Exception as failed:
             error = failed
         verdict = self._vote(f"{prefix}/read", error, self.deadlines.load)
         if verdict["error"]:
             _raise_if_final(verdict)
             return None, verdict["error"]
-        restore.install(plan)
+        try:
+            restore.install(plan)
+        except Exception as failed:
+            error = failed
+        verdict = self._vote(f"{prefix}/install", error, self.deadlines.agreement)
+        if verdict["error"]:  # the weights are those of the checkpoint by now, so there is no going on to another one
+            raise error if error is not None else CheckpointError(f"{checkpoint.where} could not be resumed: {verdict['error']}")
         self.plan = plan
         return checkpoint, ""
 
@@ -183,8 +224,8 @@ class Resume:
                 r, vote = against[0]
                 verdict = {"error": f"{vote['error']} (rank {r} on {vote['host']})", "kind": vote["kind"]}
             self.store.publish(f"{prefix}/verdict", json.dumps(verdict).encode())
-        if error is not None and verdict["kind"] == mine["kind"] and isinstance(error, HoldfastError):
-            _raise_own(error)
+        if error is not None and verdict["kind"] == mine["kind"] and not _another_may_do(error):
+            raise error  # this rank's own, with its traceback
         return verdict  # type: ignore[no-any-return]
 
     def _await(self, key: str, deadline: float, problem: str) -> bytes:
@@ -197,22 +238,22 @@ class Resume:
 
 
 _FINAL: dict[str, type[HoldfastError]] = {
-    kind.__name__: kind for kind in (CheckpointNotFound, IncompatibleCheckpoint)
+    kind.__name__: kind for kind in (CheckpointNotFound, IncompatibleCheckpoint, UsageError, HoldfastError)
 }
-"""Errors that no older checkpoint would mend."""
+"""What no older checkpoint would mend, by the name under which it travels; the last stands for any other error of a rank."""
+
+
+def _another_may_do(error: Exception) -> bool:
+    """Whether the fault lies in the checkpoint's bytes, so that an older one is worth a try."""
+    return isinstance(error, OSError | CorruptCheckpoint) and not isinstance(error, CheckpointNotFound)
 
 
 def _as_vote(error: Exception | None) -> dict[str, str]:
     if error is None:
         return {"error": "", "kind": ""}
-    kind = next((name for name, c in _FINAL.items() if isinstance(error, c)), "")
+    kind = "" if _another_may_do(error) else next((name for name, c in _FINAL.items() if isinstance(error, c)), "HoldfastError")
     text = error.args[0] if isinstance(error, HoldfastError) and error.args else f"{type(error).__name__}: {error}"
     return {"error": str(text), "kind": kind}
-
-
-def _raise_own(error: HoldfastError) -> None:
-    if isinstance(error, tuple(_FINAL.values())):
-        raise error
 
 
 def _raise_if_final(verdict: dict[str, str]) -> None:

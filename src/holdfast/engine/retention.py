@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from holdfast.core.manifest import MANIFEST_FILE
+from holdfast.core.manifest import MANIFEST_FILE, RANK_NAME, Manifest, layout_file
+from holdfast.errors import UsageError
 from holdfast.storage import Storage
 
 log = logging.getLogger("holdfast")
@@ -14,28 +17,88 @@ log = logging.getLogger("holdfast")
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """A complete checkpoint: its folder, its (run sequence, save index) and its step."""
+    """A complete checkpoint: its folder, its (run sequence, save index), its step and the metric that it was saved with."""
 
     folder: str
     order: tuple[int, int]
     step: int
+    metric: float | None = None
 
 
-def superfluous(complete: Sequence[Complete], keep_last: int | None, verified: set[str]) -> list[Complete]:
-    """The checkpoints to remove, oldest first.
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What to keep beside the newest; with nothing set, everything.
 
-    Kept are the `keep_last` newest (all when None), and the newest of those that were read back and found whole.
+    Args:
+        keep_last: this many of the newest.
+        keep_every: every checkpoint whose step is a multiple of this.
+        keep_best: this many of the best by `save(step, metric=...)`; NaN and no metric are never among them.
+        best: whether the best metric is the smallest ("min") or the greatest ("max").
     """
-    if keep_last is None:
-        return []
-    newest_first = sorted(complete, key=lambda c: c.order, reverse=True)
-    keep = {c.folder for c in newest_first[: max(1, keep_last)]}
-    keep.update([c.folder for c in newest_first if c.folder in verified][:1])
-    return [c for c in reversed(newest_first) if c.folder not in keep]
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: int | None = None
+    best: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        for name in ("keep_last", "keep_every", "keep_best"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(f"{name} is {value!r}, should be a whole number from 1, or None")
+        if self.best not in ("min", "max"):
+            raise UsageError(f"best is {self.best!r}, should be 'min' or 'max'")
+
+    def superfluous(self, complete: Sequence[Complete], verified: set[str]) -> list[Complete]:
+        """The checkpoints to remove, oldest first.
+
+        Never among them: the newest, and the newest of those that were read back and found whole.
+        """
+        if self.keep_last is None and self.keep_every is None and self.keep_best is None:
+            return []
+        newest_first = sorted(complete, key=lambda c: c.order, reverse=True)
+        keep = {c.folder for c in newest_first[: self.keep_last or 1]}
+        keep.update([c.folder for c in newest_first if c.folder in verified][:1])
+        if self.keep_every is not None:
+            keep.update(c.folder for c in newest_first if c.step % self.keep_every == 0)
+        if self.keep_best is not None:
+            rated = [c for c in newest_first if c.metric is not None and not math.isnan(c.metric)]
+            sign = 1 if self.best == "min" else -1
+            keep.update(c.folder for c in sorted(rated, key=lambda c: sign * (c.metric or 0.0))[: self.keep_best])
+        return [c for c in reversed(newest_first) if c.folder not in keep]
 
 
-def remove_checkpoint(storage: Storage, folder: str) -> None:
-    """Without its manifest it no longer counts, so that removing the rest may stop at any file."""
+def remove_checkpoint(storage: Storage, folder: str, nonce: str) -> None:
+    """Remove what a folder holds, but for what the run `nonce` may be writing into it again.
+
+    Without its manifest it no longer counts, so that removing the rest may stop at any file.
+    """
+    manifest = Manifest.parse(storage.get(f"{folder}/{MANIFEST_FILE}"), f"{storage.describe()}/{folder}/{MANIFEST_FILE}")
     storage.remove(f"{folder}/{MANIFEST_FILE}")
-    storage.remove_folder(folder)
-    log.info("removed the old checkpoint %s of %s", folder, storage.describe())
+    if remove_attempts(storage, folder, nonce, manifest.save_index if manifest.attempt.startswith(f"{nonce}-") else 0):
+        storage.remove_folder(folder)
+        log.info("removed the old checkpoint %s of %s", folder, storage.describe())
+
+
+def remove_attempts(storage: Storage, folder: str, nonce: str, up_to: int, keep: Manifest | None = None) -> bool:
+    """Remove the files of attempts in `folder` that are neither `keep`'s nor later ones of the run `nonce`.
+
+    Returns whether no later attempt was seen: layouts are shared, so they stay as long as somebody may need them.
+    """
+    wanted = {layout_file(d) for d in keep.layouts} if keep is not None else set()
+    later = False
+    names = storage.names(folder)
+    for name in names:
+        match = RANK_NAME.fullmatch(name)
+        if match is None:
+            continue
+        owner, _, index = match[2].partition("-")
+        if owner == nonce and int(index) > up_to:
+            later = True
+        elif keep is None or match[2] != keep.attempt:
+            storage.remove(f"{folder}/{name}")
+    if not later:
+        for name in names:
+            if name.startswith("layout-") and name not in wanted:
+                storage.remove(f"{folder}/{name}")
+    return not later

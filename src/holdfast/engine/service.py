@@ -21,13 +21,16 @@ import torch
 
 from holdfast.core.manifest import BLOCK, Announcement, Receipt, rank_file
 from holdfast.engine import commit, writer
+from holdfast.engine.blocks import BlockFile
 from holdfast.engine.capture import Staging
 from holdfast.engine.collect import Collected
 from holdfast.engine.deadlines import POLL, Deadlines
 from holdfast.engine.gate import Capture
 from holdfast.engine.plan import SavePlan
+from holdfast.engine.retention import remove_attempts
 from holdfast.engine.store import Run, Store, name_ranks
-from holdfast.errors import DeadlineExceeded, HoldfastError, SaveFailed
+from holdfast.engine.verify import bad_blocks
+from holdfast.errors import CorruptCheckpoint, DeadlineExceeded, HoldfastError, SaveFailed
 from holdfast.storage import Storage
 
 log = logging.getLogger("holdfast")
@@ -41,6 +44,10 @@ class Save:
     index: int
     folder: str
     attempt: str
+    metric: float | None = None
+    replaces_verified: bool = False
+    """Whether it takes the place of a checkpoint that was read back: then it is read back, too, before it does."""
+
     state: str = "writing"
     blocked_s: float = 0.0
     captured_s: float = 0.0
@@ -48,6 +55,9 @@ class Save:
     durable_s: float = 0.0
     bytes: int = 0
     error: HoldfastError | None = None
+    error_raised: bool = False
+    """Whether `save` itself raised it, so that `wait` need not."""
+
     requested: float = field(default_factory=time.perf_counter)
     finished: threading.Event = field(default_factory=threading.Event, repr=False)
 
@@ -64,6 +74,14 @@ class Job:
     announced: float | None = None
 
 
+@dataclass
+class Refusal:
+    """A save that this rank could not even begin."""
+
+    save: Save
+    error: Exception
+
+
 class Service:
     """Owns the thread and the list of saves that wait for their manifest."""
 
@@ -75,12 +93,15 @@ class Service:
         rank: int,
         world_size: int,
         deadlines: Deadlines,
+        *,
+        before_commit: Callable[[], None],
         after_commit: Callable[[Save], None],
+        read_back: bool,
     ) -> None:
         self._storage, self._store, self._run = storage, store, run
         self._rank, self._world_size, self._deadlines = rank, world_size, deadlines
-        self._after_commit = after_commit
-        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._before_commit, self._after_commit, self._read_back = before_commit, after_commit, read_back
+        self._queue: queue.SimpleQueue[Job | Refusal | None] = queue.SimpleQueue()
         self._pending: list[Job] = []
         self.staging_free = threading.Event()
         self.staging_free.set()
@@ -96,6 +117,10 @@ class Service:
     def submit(self, job: Job) -> None:
         self.staging_free.clear()
         self._queue.put(job)
+
+    def refuse(self, save: Save, error: Exception) -> None:
+        """Tell all ranks that this one will not take part in a save."""
+        self._queue.put(Refusal(save, error))
 
     def stop(self, deadline: float) -> bool:
         """Let it finish what it has and end; False when it did not within `deadline` seconds."""
@@ -114,7 +139,9 @@ class Service:
                 job = None
             else:
                 stopping = stopping or job is None
-            if job is not None:
+            if isinstance(job, Refusal):
+                self._fail(job.save, "capture", job.error)
+            elif job is not None:
                 self._perform(job)
             elif stopping and self._pending:
                 time.sleep(POLL)
@@ -136,7 +163,7 @@ class Service:
             self._store.publish(f"{job.save.index}/receipt/{self._rank}", Announcement.of(receipt).encoded())
             self._store.add(f"{job.save.index}/receipts", 1)
         except Exception as error:  # whatever it is: the training goes on, and every rank hears of it
-            self._fail(job, phase, error)
+            self._fail(job.save, phase, error, job)
         else:
             job.announced = time.perf_counter()
             self._pending.append(job)
@@ -173,9 +200,17 @@ class Service:
             host=self.host,
             captured_s=save.captured_s,
             written_s=save.written_s,
+            metric=save.metric,
         )
+        if self._read_back or save.replaces_verified:
+            self._check(BlockFile(self._storage, f"{save.folder}/{name}", plan.image_size, blocks))
         writer.write_receipt(self._storage, save.folder, plan, receipt)
         return receipt
+
+    def _check(self, file: BlockFile) -> None:
+        bad = list(bad_blocks(file))
+        if bad:
+            raise CorruptCheckpoint(f"{file.path} does not read back as it was written: {len(bad)} blocks differ, the first is {bad[0]}")
 
     def _follow(self, job: Job) -> None:
         """Has this save become complete, or failed, or waited for too long?"""
@@ -183,7 +218,7 @@ class Service:
         try:
             failure = self._store.look(f"{save.index}/failed")
             if failure is not None:
-                self._give_up(job, SaveFailed(self._describe_failure(save, failure)), _nobody_commits(failure))
+                self._give_up(save, SaveFailed(self._describe_failure(save, failure)), _nobody_commits(failure), job)
             elif self._rank == 0 and self._store.add(f"{save.index}/receipts", 0) == self._world_size:
                 self._commit(job)
             elif self._rank != 0 and self._store.look(f"{save.index}/complete") is not None:
@@ -191,15 +226,16 @@ class Service:
             elif job.announced is not None and time.perf_counter() - job.announced > self._deadlines.commit:
                 self._out_of_time(job)
         except Exception as error:
-            self._fail(job, "commit", error)
+            self._fail(job.save, "commit", error, job)
 
     def _out_of_time(self, job: Job) -> None:
         """Rank 0 alone decides that a save has failed once receipts are out: it alone knows that it will not commit."""
         if self._rank == 0:
-            self._fail(job, "delivery", DeadlineExceeded(self._missing(job.save)))
+            self._fail(job.save, "delivery", DeadlineExceeded(self._missing(job.save)), job)
         else:
             waited = f"rank 0 has not completed step {job.save.step} within {self._deadlines.commit:.0f} s"
-            self._give_up(job, DeadlineExceeded(f"rank {self._rank} ({self.host}): {waited}; look into its log"), remove=False)
+            error = DeadlineExceeded(f"rank {self._rank} ({self.host}): {waited}; look into its log")
+            self._give_up(job.save, error, remove=False, job=job)
 
     def _commit(self, job: Job) -> None:
         save = job.save
@@ -207,8 +243,13 @@ class Service:
         for rank in range(self._world_size):
             data = self._store.look(f"{save.index}/receipt/{rank}")
             announcements.append(Announcement.parse(data or b"null", f"the announcement of rank {rank} for step {save.step}"))
-        digest = commit.write_manifest(self._storage, save.folder, announcements, self._run.run_sequence, save.index)
-        self._store.publish(f"{save.index}/complete", digest.encode())
+        self._before_commit()
+        manifest = commit.write_manifest(self._storage, save.folder, announcements, self._run.run_sequence, save.index)
+        self._store.publish(f"{save.index}/complete", commit.manifest_digest(manifest).encode())
+        try:
+            remove_attempts(self._storage, save.folder, self._run.nonce, save.index, keep=manifest)
+        except (HoldfastError, OSError) as error:
+            log.warning("files of an earlier attempt stay in %s: %s", save.folder, error)
         self._finish(job)
 
     def _finish(self, job: Job) -> None:
@@ -217,31 +258,42 @@ class Service:
         job.save.state = "complete"
         try:
             self._after_commit(job.save)
-        finally:
-            job.save.finished.set()
+            if self._store.add(f"{job.save.index}/seen", 1) == self._world_size:
+                self._forget(job.save.index)
+        except Exception as error:  # the checkpoint is complete, whatever comes after it
+            log.warning("rank %d: after the save of step %d: %s", self._rank, job.save.step, error)
+        job.save.finished.set()
 
-    def _fail(self, job: Job, phase: str, error: Exception) -> None:
-        message = str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
+    def _forget(self, index: int) -> None:
+        """All ranks have seen how this save ended: its keys may go."""
+        for key in ("receipts", "complete", "failed", "seen", *(f"receipt/{r}" for r in range(self._world_size))):
+            self._store.delete(f"{index}/{key}")
+
+    def _fail(self, save: Save, phase: str, error: Exception, job: Job | None = None) -> None:
+        own = isinstance(error, HoldfastError) and error.args
+        message = str(error.args[0]) if own else f"{type(error).__name__}: {error}"
         told = {"rank": self._rank, "host": self.host, "phase": phase, "message": message}
         failure = json.dumps(told).encode()
         try:
-            self._store.publish(f"{job.save.index}/failed", failure)
+            self._store.publish(f"{save.index}/failed", failure)
         except Exception as lost:  # the store is gone, and with it the job: what is known is said here
             log.error("rank %d: the store does not answer (%s)", self._rank, lost)
-        self._give_up(job, SaveFailed(self._describe_failure(job.save, failure)), _nobody_commits(failure), error)
+        self._give_up(save, SaveFailed(self._describe_failure(save, failure)), _nobody_commits(failure), job, error)
 
-    def _give_up(self, job: Job, error: SaveFailed, remove: bool, cause: Exception | None = None) -> None:
+    def _give_up(
+        self, save: Save, error: SaveFailed, remove: bool, job: Job | None, cause: Exception | None = None
+    ) -> None:
         if job in self._pending:
             self._pending.remove(job)
         error.__cause__ = cause
-        job.save.error, job.save.state = error, "failed"
+        save.error, save.state = error, "failed"
         log.error("%s", error)
         try:
             if remove:
-                writer.remove_attempt(self._storage, job.save.folder, self._rank, job.save.attempt)
+                writer.remove_attempt(self._storage, save.folder, self._rank, save.attempt)
         except OSError as left:
-            log.warning("rank %d: files of the failed attempt stay in %s (%s)", self._rank, job.save.folder, left)
-        job.save.finished.set()
+            log.warning("rank %d: files of the failed attempt stay in %s (%s)", self._rank, save.folder, left)
+        save.finished.set()
 
     def _describe_failure(self, save: Save, failure: bytes) -> str:
         told = json.loads(failure)

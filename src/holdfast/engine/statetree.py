@@ -35,6 +35,8 @@ def encode(value: object, path: str, name: str, tensors: dict[str, torch.Tensor]
     def foreign(part: object, where: str) -> Json | None:
         if isinstance(part, torch.Tensor):
             key = name + where.removeprefix(path)
+            while key in tensors:  # {1: ..., "1": ...} and {"a.b": ..., "a": {"b": ...}} have paths that read the same
+                key += "~"
             tensors[key] = part
             return {"$": "tensor", "v": key}
         if isinstance(part, torch.Size):
@@ -74,8 +76,8 @@ def _encode_numpy(value: object, where: str) -> Json:
     if isinstance(value, np.dtype):
         return {"$": "npdtype", "v": value.str}
     array = np.asarray(value)
-    if array.dtype.kind not in _NUMPY_KINDS:
-        raise UnsupportedState(f"{where} is a NumPy array of {array.dtype}: give numbers, booleans or fixed-length strings")
+    if array.dtype.kind not in _NUMPY_KINDS or not (type(value) is np.ndarray or isinstance(value, np.generic)):
+        raise UnsupportedState(f"{where} is a {type(value).__name__} of {array.dtype}: give numbers, booleans or fixed-length strings")
     tag = "npscalar" if isinstance(value, np.generic) else "ndarray"
     data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
     return {"$": tag, "dtype": array.dtype.str, "shape": list(array.shape), "v": data}

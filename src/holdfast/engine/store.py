@@ -44,6 +44,10 @@ class Store(Protocol):
         """Add to a counter and return it."""
         ...
 
+    def delete(self, key: str) -> None:
+        """Remove a key; not an error when it is not set."""
+        ...
+
 
 class LocalStore:
     """The store of a job of one rank: a dict."""
@@ -66,6 +70,10 @@ class LocalStore:
             self._values[key] = str(total).encode()
             return total
 
+    def delete(self, key: str) -> None:
+        with self._lock:
+            self._values.pop(key, None)
+
 
 class SharedStore:
     """A connection of its own to the store of the default process group, below a prefix."""
@@ -74,8 +82,11 @@ class SharedStore:
         from torch.distributed.distributed_c10d import _get_default_store
 
         default = _get_default_store()
-        connection = default.clone() if hasattr(default, "clone") else default
-        connection.set_timeout(timedelta(seconds=timeout))
+        connection = default
+        if hasattr(default, "clone"):
+            connection = default.clone()
+            connection.set_timeout(timedelta(seconds=timeout))
+        self._host = default  # the server may live in it: rank 0 must not lose it while others still ask
         self._store = dist.PrefixStore(prefix, connection)  # type: ignore[attr-defined]
         self._lock = threading.Lock()
 
@@ -92,6 +103,10 @@ class SharedStore:
         with self._lock:
             return int(self._store.add(key, amount))
 
+    def delete(self, key: str) -> None:
+        with self._lock:
+            self._store.delete_key(key)
+
 
 class Below:
     """A store seen below a prefix."""
@@ -107,6 +122,9 @@ class Below:
 
     def add(self, key: str, amount: int) -> int:
         return self._store.add(f"{self._prefix}/{key}", amount)
+
+    def delete(self, key: str) -> None:
+        self._store.delete(f"{self._prefix}/{key}")
 
 
 def connect(world_size: int, deadlines: Deadlines) -> tuple[Store, Store]:

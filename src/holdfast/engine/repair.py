@@ -1,0 +1,92 @@
+"""Finishing a dead job's work: an attempt whose receipts are all there becomes a checkpoint, the rest is left or removed.
+
+Completing needs no live job and is idempotent: the manifest is a function of the receipts. It is done by the next resume, or
+by `holdfast repair`.
+"""
+
+from __future__ import annotations
+
+from holdfast.core.manifest import MANIFEST_FILE, RANK_NAME, Announcement, Manifest, Receipt, layout_file, rank_file
+from holdfast.engine.commit import write_manifest
+from holdfast.errors import CorruptCheckpoint
+from holdfast.storage import Storage
+
+
+def attempts(storage: Storage, folder: str) -> dict[str, list[Receipt]]:
+    """The receipts in a folder by attempt, those that can be read, in rank order."""
+    found: dict[str, dict[int, Receipt]] = {}
+    for name in storage.names(folder):
+        match = RANK_NAME.fullmatch(name)
+        if match is None or match[3] != "json":
+            continue
+        try:
+            receipt = Receipt.parse(storage.get(f"{folder}/{name}"), f"{storage.describe()}/{folder}/{name}")
+        except (CorruptCheckpoint, OSError):
+            continue
+        if (receipt.attempt, receipt.rank) == (match[2], int(match[1])):
+            found.setdefault(receipt.attempt, {})[receipt.rank] = receipt
+    return {attempt: [by_rank[r] for r in sorted(by_rank)] for attempt, by_rank in found.items()}
+
+
+def finish(storage: Storage, folder: str) -> Manifest | None:
+    """Complete the newest attempt in `folder` that only lacks its manifest; None where there is nothing to complete.
+
+    A manifest that is there stays, unless the attempt is newer than the one that it names.
+    """
+    complete: Manifest | None = None
+    try:
+        complete = Manifest.parse(storage.get(f"{folder}/{MANIFEST_FILE}"), folder)
+    except (FileNotFoundError, NotADirectoryError, CorruptCheckpoint):
+        complete = None
+    candidates = [receipts for receipts in attempts(storage, folder).values() if _whole(storage, folder, receipts)]
+    if not candidates:
+        return None
+    newest = max(candidates, key=lambda receipts: (receipts[0].run_sequence, receipts[0].save_index))
+    first = newest[0]
+    if complete is not None and (first.run_sequence, first.save_index) <= complete.order:
+        return None
+    return write_manifest(storage, folder, [Announcement.of(r) for r in newest], first.run_sequence, first.save_index)
+
+
+def _whole(storage: Storage, folder: str, receipts: list[Receipt]) -> bool:
+    """Whether every rank vouches for a file that is there, in the size that it had, and they agree."""
+    first = receipts[0]
+    if [r.rank for r in receipts] != list(range(first.world_size)):
+        return False
+    for receipt in receipts:
+        same = (receipt.step, receipt.run_sequence, receipt.save_index, receipt.world_size)
+        if same != (first.step, first.run_sequence, first.save_index, first.world_size):
+            return False
+        try:
+            if storage.size(f"{folder}/{rank_file(receipt.rank, receipt.attempt)}") != receipt.size:
+                return False
+        except OSError:
+            return False
+        if not storage.exists(f"{folder}/{layout_file(receipt.layout)}"):
+            return False
+    return True
+
+
+def remove_leftovers(storage: Storage, folder: str) -> list[str]:
+    """Remove what no manifest names from `folder`, and the folder with it where nothing is left; returns the names.
+
+    Only for whoever knows that nobody can still be writing there: the owner of the folder's lease, before its first save.
+    """
+    try:
+        manifest: Manifest | None = Manifest.parse(storage.get(f"{folder}/{MANIFEST_FILE}"), folder)
+    except FileNotFoundError:
+        manifest = None
+    except (OSError, CorruptCheckpoint):
+        return []  # a damaged manifest is evidence; what it named may still be wanted
+    layouts = {layout_file(d) for d in manifest.layouts} if manifest is not None else set()
+    removed = []
+    for name in storage.names(folder):
+        match = RANK_NAME.fullmatch(name)
+        ours = match is not None or name.startswith("layout-") or (name.startswith(".") and name.endswith(".tmp"))
+        wanted = (match is not None and manifest is not None and match[2] == manifest.attempt) or name in layouts
+        if ours and not wanted:
+            storage.remove(f"{folder}/{name}")
+            removed.append(name)
+    if manifest is None and not storage.names(folder):
+        storage.remove_folder(folder)
+    return removed
