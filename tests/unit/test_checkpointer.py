@@ -218,6 +218,24 @@ def test_state_of_frozen_parameters_is_named(tmp_path: Path, caplog: pytest.LogC
     assert set(optimizer.state) == {model.weight}
 
 
+def test_a_deep_or_ambiguous_tree_is_refused_or_kept(tmp_path: Path) -> None:
+    deep: Any = 0
+    for _ in range(70):
+        deep = {1: deep}
+    with pytest.raises(UnsupportedState, match="is nested deeper than 64 levels"):
+        holdfast.Checkpointer(tmp_path, model=nn.Linear(2, 2), extra={"x": deep})
+    nested: Any = torch.ones(1)
+    for _ in range(40):
+        nested = {1: (nested,)} if _ % 2 else [nested]
+    twins = {1: torch.ones(1), "1": torch.full((1,), 2.0), "a.b": torch.full((1,), 3.0), "a": {"b": torch.full((1,), 4.0)}}
+    with holdfast.Checkpointer(tmp_path, model=nn.Linear(2, 2), extra={"twins": twins, "deep": [nested]}) as checkpointer:
+        checkpointer.save(1)
+    loaded: dict[Any, Any] = {}
+    with holdfast.Checkpointer(tmp_path, model=nn.Linear(2, 2), extra={"twins": loaded, "deep": []}) as checkpointer:
+        checkpointer.resume()
+    assert [float(t) for t in (loaded[1], loaded["1"], loaded["a.b"], loaded["a"]["b"])] == [1, 2, 3, 4]
+
+
 # -- which checkpoint is taken
 
 
@@ -346,6 +364,48 @@ def test_saving_a_step_again(tmp_path: Path) -> None:
     assert len(after) == len(before) == 4
     assert len(after & before) == 2  # the manifest and the layout
     assert equal(resumed(tmp_path)[1], second)
+
+
+def test_replacing_a_verified_checkpoint_reads_the_new_one_back_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise 8: what was found whole stays until its successor was found whole, too."""
+    good = save_one(tmp_path, 5)
+    model, optimizer = linear(seed=9)
+    checkpointer = holdfast.Checkpointer(tmp_path, model=model, optimizer=optimizer)
+    assert checkpointer.resume() == 5
+    step(model, optimizer)
+    original = _Writer.close
+
+    def close(writer: _Writer, size: int) -> None:
+        original(writer, size)
+        data = bytearray(writer._path.read_bytes())
+        data[-100] ^= 1
+        writer._path.write_bytes(data)
+
+    monkeypatch.setattr(_Writer, "close", close)
+    checkpointer.save(5)
+    with pytest.raises(SaveFailed, match="does not read back"):
+        checkpointer.wait()
+    checkpointer.close()
+    at, weights = resumed(tmp_path)
+    assert (at, equal(weights, good)) == (5, True)
+
+
+def test_trouble_after_the_commit_does_not_fail_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_one(tmp_path, 1)
+    model, optimizer = linear()
+    checkpointer = holdfast.Checkpointer(tmp_path, model=model, optimizer=optimizer, keep_last=1)
+
+    def remove(self: LocalFolder, path: str) -> None:
+        raise PermissionError(errno.EACCES, "is open elsewhere", path)
+
+    monkeypatch.setattr(LocalFolder, "remove", remove)
+    checkpointer.save(1)
+    checkpointer.save(2)
+    checkpointer.wait()
+    assert [s.state for s in checkpointer.saves] == ["complete", "complete"]
+    assert "is open elsewhere" in caplog.text
 
 
 # -- what is refused
@@ -664,6 +724,19 @@ def test_an_optimizer_that_bypasses_its_hooks_is_refused(tmp_path: Path) -> None
     type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # as one fused into the backward does
     with pytest.raises(UsageError, match=r"has made 1 steps, and its step hooks have seen 0.*overlap=False"):
         checkpointer.save(1)
+
+
+def test_loading_an_optimizer_is_no_bypass(tmp_path: Path) -> None:
+    model, optimizer = linear()
+    for _ in range(3):
+        step(model, optimizer)
+    state = optimizer.state_dict()
+    model, optimizer = linear()
+    checkpointer = holdfast.Checkpointer(tmp_path, model=model, optimizer=optimizer, overlap=True)
+    optimizer.load_state_dict(state)
+    step(model, optimizer)
+    checkpointer.save(4)
+    checkpointer.close()
 
 
 def test_hooks_leave_with_the_checkpointer(tmp_path: Path) -> None:

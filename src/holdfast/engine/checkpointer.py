@@ -308,16 +308,20 @@ class Checkpointer:
         own = folder if not isinstance(folder, str | os.PathLike) else None
         if own is None and given is not None and (self._rank == 0 or given.is_absolute()):
             own = _make(given.absolute())
-        sequence = 0
-        if self._rank == 0 and own is not None:
+        run = None
+        if self._rank == 0:
+            assert own is not None
             self._lease = Lease(own)
-            sequence = self._lease.await_free(survey(own).complete)
-        resolved = own.describe() if own is not None else ""
-        run = shake_hands(store, self._rank, self._world_size, resolved, sequence, self._deadlines)
-        storage = own if own is not None else _make(Path(run.folder))
-        if self._lease is not None:
+            run = Run.begin(self._lease.await_free(survey(own).complete), own.describe())
             self._lease.take(run)
-            tidy(storage)
+            tidy(own)  # before the others are answered: nobody else can be writing yet
+        try:
+            run = shake_hands(store, self._rank, self._world_size, run, self._deadlines)
+        except BaseException:
+            if self._lease is not None:
+                self._lease.release()
+            raise
+        storage = own if own is not None else _make(Path(run.folder))
         return storage, run
 
     def _after_commit(self, save: Save) -> None:

@@ -140,25 +140,30 @@ def connect(world_size: int, deadlines: Deadlines) -> tuple[Store, Store]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What the ranks agreed on when they met."""
+    """What the ranks agree on when they meet: rank 0's word."""
 
     nonce: str
     run_sequence: int
     folder: str
 
+    @classmethod
+    def begin(cls, run_sequence: int, folder: str) -> Run:
+        return cls(secrets.token_hex(8), run_sequence, folder)
 
-def shake_hands(store: Store, rank: int, world_size: int, folder: str, run_sequence: int, deadlines: Deadlines) -> Run:
+
+def shake_hands(store: Store, rank: int, world_size: int, run: Run | None, deadlines: Deadlines) -> Run:
     """Meet the other ranks of this very attempt.
 
-    Rank 0 answers every rank's fresh token with a nonce, `run_sequence` and the `folder` as it resolved it; the ranks go on
-    when they have its answer, rank 0 when it has all acknowledgements.
+    Rank 0 answers every rank's fresh token with its `run`; the ranks go on when they have its answer, rank 0 when it has all
+    acknowledgements. What rank 0 has to do before anybody saves, it does before it comes here.
 
     Raises:
         DeadlineExceeded: ranks did not come; rank 0 names them.
     """
     end = time.monotonic() + deadlines.handshake
     if rank == 0:
-        return _welcome(store, world_size, Run(secrets.token_hex(8), run_sequence, folder), end, deadlines)
+        assert run is not None
+        return _welcome(store, world_size, run, end, deadlines)
     token = secrets.token_hex(8)
     hello = {"token": token, "host": socket.gethostname(), "pid": os.getpid()}
     store.publish(f"hello/{rank}", json.dumps(hello).encode())

@@ -1,0 +1,216 @@
+"""What one rank meets, all ranks hear of: failing saves, votes on a resume, two saves that cross each other."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import holdfast
+from holdfast.engine.deadlines import Deadlines
+from holdfast.errors import HoldfastError, SaveFailed, UnsupportedState
+from holdfast.testing.faults import Fault, FaultyFolder
+
+if TYPE_CHECKING:
+    from holdfast.testing.pool import RankPool
+
+DEADLINES = Deadlines(handshake=20, agreement=20, load=20, capture=20, commit=10, goodbye=10)
+
+
+def sharded(value: float = 0.0) -> nn.Module:
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight.fill_(value)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
+
+
+def checkpointer(folder: Any, model: nn.Module, **options: Any) -> holdfast.Checkpointer:
+    return holdfast.Checkpointer(folder, model=model, deadlines=DEADLINES, **options)
+
+
+def one_rank_cannot_save(folder: Path) -> tuple[list[str], str]:
+    state: dict[str, Any] = {}
+    caught = ""
+    with checkpointer(folder, sharded(), extra={"own": state}) as c:
+        for step in (1, 2, 3):
+            state["bad"] = object() if (dist.get_rank(), step) == (1, 2) else 0
+            try:
+                c.save(step)
+            except UnsupportedState as error:
+                caught = str(error)
+            try:
+                c.wait()
+            except SaveFailed as error:
+                caught = str(error)
+        return [s.state for s in c.saves], caught
+
+
+def test_a_rank_that_cannot_save_fails_that_save_and_no_later_one(pool: RankPool, tmp_path: Path) -> None:
+    (states0, caught0), (states1, caught1) = pool.run(one_rank_cannot_save, 2, tmp_path)
+    assert states0 == states1 == ["complete", "failed", "complete"]
+    assert "extra.own.bad is a builtins.object" in caught1
+    assert "step 2 failed on rank 1" in caught0
+    assert "extra.own.bad is a builtins.object" in caught0
+
+
+class Stubborn:
+    """State that one rank cannot take back."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if dist.get_rank() == 1:
+            raise KeyError("no such thing here")
+
+
+def save_once(folder: Path) -> None:
+    with checkpointer(folder, sharded(1.0), extra={"own": Stubborn()}) as c:
+        c.save(1)
+
+
+def resume_fails_on_rank_1(folder: Path, where: str) -> tuple[str, float]:
+    if where == "read" and dist.get_rank() == 1:
+        from holdfast.engine import restore
+
+        def out_of_memory(plan: Any) -> int:
+            raise torch.OutOfMemoryError("tried to allocate everything")
+
+        restore.read = out_of_memory
+    start = time.monotonic()
+    c = checkpointer(folder, sharded(), extra={"own": Stubborn()})
+    try:
+        c.resume()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    finally:
+        c._stop(5)
+    return "resumed", 0.0
+
+
+@pytest.mark.parametrize(
+    ("where", "own", "told"),
+    [("read", "OutOfMemoryError: tried to allocate", "tried to allocate"), ("install", "KeyError: 'no such thing", "no such thing here")],
+)
+def test_an_error_of_one_rank_is_an_error_of_all_within_seconds(
+    pool: RankPool, tmp_path: Path, where: str, own: str, told: str
+) -> None:
+    """C03: the rank itself shows its own error, the others name it and its cause."""
+    pool.run(save_once, 2, tmp_path)
+    (others, waited), (mine, _) = pool.run(resume_fails_on_rank_1, 2, tmp_path, where)
+    assert mine.startswith(own)
+    assert told in others
+    assert "rank 1 on " in others
+    assert waited < 10
+
+
+def train_on(folder: Path, steps: list[int]) -> list[str]:
+    """A run that does not resume and saves where older checkpoints are; rank 1's disk is slow once."""
+    fault = Fault(f"checkpoint-{steps[0]}", "write", "stall", seconds=1.0) if dist.get_rank() == 1 else None
+    with checkpointer(FaultyFolder(folder, fault), sharded(2.0), keep_last=1) as c:
+        for step in steps:
+            c.save(step)
+        c.wait()
+        return [s.state for s in c.saves]
+
+
+def look(folder: Path) -> tuple[int, float]:
+    model = sharded()
+    with checkpointer(folder, model) as c:
+        return c.resume(), float(model.weight.full_tensor()[0, 0])
+
+
+def test_removing_an_old_checkpoint_spares_the_new_save_into_its_folder(pool: RankPool, tmp_path: Path) -> None:
+    """Rank 0 has written its part of step 4 already when step 3 completes and makes the old step 4 superfluous."""
+    for step in (2, 4):
+        pool.run(train_on, 2, tmp_path, [step])
+    assert pool.run(train_on, 2, tmp_path, [3, 4]) == [["complete", "complete"]] * 2
+    assert pool.run(look, 2, tmp_path) == [(4, 2.0)] * 2
+
+
+def two_meshes(folder: Path) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "shard"))
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight.fill_(float(dist.get_rank() // 2))
+    fully_shard(model, mesh=mesh["shard"])
+    c = checkpointer(folder, model)
+    c.save(1)
+    try:
+        c.wait()
+    except SaveFailed as error:
+        return [str(error)]
+    finally:
+        c._stop(5)
+    return []
+
+
+def test_one_name_for_two_tensors_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    """Experts that only differ by their mesh would be loaded from whoever comes first."""
+    for failures in pool.run(two_meshes, 4, tmp_path):
+        assert len(failures) == 1
+        assert "give each mesh's model a key of its own" in failures[0]
+    assert not (tmp_path / "checkpoint-1" / "manifest.json").exists()
+
+
+def who_stays_away(folder: Path) -> str:
+    if dist.get_rank() == 1:
+        time.sleep(3)
+        return ""
+    try:
+        holdfast.Checkpointer(folder, model=nn.Linear(2, 2), deadlines=Deadlines(handshake=1.0))
+    except HoldfastError as error:
+        return str(error)
+    return "met"
+
+
+def test_a_rank_that_does_not_come_is_named(pool: RankPool, tmp_path: Path) -> None:
+    texts = pool.run(who_stays_away, 3, tmp_path)
+    assert "rank 0 on " in texts[0]
+    assert "rank 1 did not make a Checkpointer within 1 s" in texts[0]
+    assert "rank 0 did not answer" in texts[2] or texts[2] == "met"
+
+
+def relative(folders: list[Path]) -> str:
+    import os
+
+    os.chdir(folders[dist.get_rank()])
+    with checkpointer("out", sharded(1.0)) as c:
+        c.save(1)
+    return str(c._storage.describe())
+
+
+def test_a_relative_folder_is_rank_0s(pool: RankPool, tmp_path: Path) -> None:
+    """C30: ranks that were started in different folders save to one."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    assert pool.run(relative, 2, folders) == [str(folders[0] / "out")] * 2
+    assert (folders[0] / "out" / "checkpoint-1" / "manifest.json").exists()
+    assert list(folders[1].iterdir()) == []
+
+
+def apart(folders: list[Path]) -> str:
+    c = checkpointer(folders[dist.get_rank()], sharded(1.0))
+    c.save(1)
+    try:
+        c.wait()
+    except SaveFailed as error:
+        return str(error)
+    finally:
+        c._stop(5)
+    return "complete"
+
+
+def test_ranks_that_see_different_folders_are_told(pool: RankPool, tmp_path: Path) -> None:
+    """C29: found at the first save, not at the resume."""
+    for text in pool.run(apart, 2, [tmp_path / "a", tmp_path / "b"]):
+        assert "lacks the files of rank 1 although they were written: the folder has to be one that all ranks share" in text
