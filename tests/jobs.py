@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +16,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
@@ -31,7 +44,7 @@ SAMPLES = 23
 
 @dataclass
 class Job:
-    """What to run. `sharding`: none, ddp, fsdp2, offload, mixed, hsdp, flat (a flattened cp x shard mesh)."""
+    """What to run. `sharding`: none, ddp, fsdp2, offload, mixed, hsdp, flat (a flattened cp x shard mesh), or a key of FSDP1."""
 
     folder: Path
     sharding: str = "fsdp2"
@@ -112,6 +125,36 @@ class Net(nn.Module):
         return self.head(x) * torch.sigmoid(self.scale(x)) * self.single
 
 
+FSDP1: dict[str, dict[str, Any]] = {
+    "fsdp1": {"use_orig_params": True},
+    "fsdp1-flat": {"use_orig_params": False},
+    "fsdp1-grad-op": {"use_orig_params": True, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "checkpointed": True},
+    "fsdp1-mixed": {
+        "use_orig_params": False,
+        "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32, cast_forward_inputs=True),
+        "checkpointed": True,
+    },
+    "fsdp1-hybrid": {"use_orig_params": True, "sharding_strategy": ShardingStrategy.HYBRID_SHARD},
+    "fsdp1-hybrid-flat": {"use_orig_params": False, "sharding_strategy": ShardingStrategy.HYBRID_SHARD},
+    "fsdp1-whole": {"use_orig_params": True, "sharding_strategy": ShardingStrategy.NO_SHARD},
+    "fsdp1-whole-flat": {"use_orig_params": False, "sharding_strategy": ShardingStrategy.NO_SHARD},
+}
+
+
+def wrap(model: Net, checkpointed: bool = False, **options: Any) -> nn.Module:
+    """FSDP version 1: a unit for each block and one for the rest. Without original parameters, what is frozen is ignored."""
+    world_size = dist.get_world_size()
+    options["device_id"] = torch.device("cpu")
+    if options.get("sharding_strategy") == ShardingStrategy.HYBRID_SHARD:
+        options["device_mesh"] = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    if not options["use_orig_params"]:
+        options["ignored_states"] = [model.frozen, model.empty]
+    for i, block in enumerate(model.module):
+        inner = checkpoint_wrapper(block) if checkpointed else block
+        model.module[i] = FullyShardedDataParallel(inner, **options)
+    return FullyShardedDataParallel(model, **options)
+
+
 def build(sharding: str) -> nn.Module:
     torch.manual_seed(0)
     model = Net()
@@ -120,6 +163,8 @@ def build(sharding: str) -> nn.Module:
         return model
     if sharding == "ddp":
         return DistributedDataParallel(model)
+    if sharding in FSDP1:
+        return wrap(model, **FSDP1[sharding])
     options: dict[str, Any] = {}
     if sharding == "hsdp":
         options["mesh"] = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
@@ -139,9 +184,10 @@ def build(sharding: str) -> nn.Module:
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1 and p.numel()]
-    rest = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1 and p.numel()]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "note": ("biases", None)}]
+    trained = {clean(n): p for n, p in model.named_parameters() if p.requires_grad}
+    decayed = [p for n, p in trained.items() if n.startswith("module.")]  # by module: a flat parameter has one group
+    rest = [p for n, p in trained.items() if not n.startswith("module.")]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "note": ("the rest", None)}]
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=1e-2)
     if name == "prodigy":
@@ -161,20 +207,35 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The whole state by clean name, as an independent reading of the live objects."""
     state: dict[str, Any] = {}
-    names: dict[int, str] = {}
-    for name, p in model.named_parameters():
-        clean = ".".join(part for part in name.split(".") if part != "_orig_mod")
-        clean = clean.removeprefix("module.") if isinstance(model, DistributedDataParallel) else clean
-        names[id(p)] = clean
-        state[clean] = whole(p)
-    for p, values in optimizer.state.items():
-        for key, value in values.items():
-            state[f"{names[id(p)]}/{key}"] = whole(value) if isinstance(value, torch.Tensor) else value
+    if isinstance(model, FullyShardedDataParallel):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torchs = FullStateDictConfig(offload_to_cpu=False), FullOptimStateDictConfig(offload_to_cpu=False)
+            FullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, *torchs)
+            persistent = model.state_dict()
+            optimized = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+        tied = {"head.weight"}
+        buffers = {clean(n) for n, _ in model.named_buffers()}
+        state |= {n: whole(v) for n, v in persistent.items() if n not in tied | buffers}
+        for name, values in optimized.items():
+            state |= {f"{name}/{k}": whole(v) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+    else:
+        names = {id(p): clean(name) for name, p in model.named_parameters()}
+        state |= {clean(name): whole(p) for name, p in model.named_parameters()}
+        for p, values in optimizer.state.items():
+            state |= {f"{names[id(p)]}/{k}": whole(v) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
     for i, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key != "params":
                 state[f"group {i}/{key}"] = value
     return state
+
+
+def clean(name: str) -> str:
+    """A parameter's name in `Net`, whatever wraps it."""
+    for wrapper in ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
+        name = name.replace(wrapper, "")
+    return name.removeprefix("module.") if re.match(r"module\.(module\.|[a-z])", name) else name
 
 
 def collectives() -> int:

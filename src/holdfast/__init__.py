@@ -10,14 +10,16 @@ if TYPE_CHECKING:
     from holdfast.engine.checkpointer import Checkpointer as Checkpointer
     from holdfast.engine.dataloader import DataLoader as DataLoader
     from holdfast.engine.pretrained import load_pretrained as load_pretrained
+    from holdfast.engine.shard import shard as shard
 
 # Public names and where they live; imported at first use, so that `holdfast --help` needs no torch.
 _PUBLIC = {
     "Checkpointer": "holdfast.engine.checkpointer",
     "DataLoader": "holdfast.engine.dataloader",
     "load_pretrained": "holdfast.engine.pretrained",
+    "shard": "holdfast.engine.shard",
 }
-__all__ = ["Checkpointer", "DataLoader", "__version__", "load_pretrained"]
+__all__ = ["Checkpointer", "DataLoader", "__version__", "load_pretrained", "shard"]
 
 
 def __getattr__(name: str) -> object:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jobs
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,8 +27,9 @@ from transformers import (
     T5EncoderModel,
 )
 
+import holdfast
 from holdfast.engine.meta import parameters_on_meta
-from holdfast.engine.pretrained import load_pretrained
+from holdfast.engine.pretrained import PAGE, load_pretrained
 from holdfast.errors import CheckpointNotFound, IncompatibleCheckpoint, UsageError
 from holdfast.storage import LocalFolder
 
@@ -370,14 +372,56 @@ def test_weights_that_lost_their_tie_are_told(folders: dict[str, Path]) -> None:
         load_pretrained(model, folders["llama"])
 
 
-def wrap_with_fsdp1(folder: Path) -> str:
-    model = FullyShardedDataParallel(
-        LlamaForCausalLM.from_pretrained(folder), device_id=torch.device("cpu"), use_orig_params=True
-    )
+def fsdp1_on_ranks(kind: str, folder: Path, use_orig_params: bool) -> dict[str, Any]:
+    reference = KINDS[kind].from_pretrained(folder).eval()
+    model = holdfast.shard(on_meta(KINDS[kind], folder).eval(), version=1, use_orig_params=use_orig_params)
+    source = CountingFolder(folder)
+    before = jobs.collectives()
+    assert load_pretrained(model, source) is model
+    calls = jobs.collectives() - before
+    buffers = dict(reference.named_buffers())
+    odd = [n for n, b in model.named_buffers() if not torch.equal(b, buffers[n.replace("_fsdp_wrapped_module.", "")])]
+    held = sum(p.numel() * p.element_size() for p in model.parameters())
+    with torch.no_grad():
+        output, expected = model(**inputs(kind))[0], reference(**inputs(kind))[0]
+    with FullyShardedDataParallel.summon_full_params(model):
+        got = {n.replace("_fsdp_wrapped_module.", ""): p for n, p in model.named_parameters(remove_duplicate=False)}
+        for name, parameter in reference.named_parameters(remove_duplicate=False):
+            if not torch.equal(got[name], parameter):
+                odd.append(name)
+    model(**inputs(kind))[0].float().square().mean().backward()
+    return {
+        "different": odd,
+        "forward": torch.equal(output, expected),
+        "calls": calls,
+        "read": source.read,
+        "held": held,
+        "units": len(FullyShardedDataParallel.fsdp_modules(model)),
+    }
+
+
+@pytest.mark.parametrize(("kind", "world_size", "original"), [
+    ("llama", 2, True), ("llama", 3, False), ("transformer", 2, False), ("text_encoder_2", 2, False), ("text_encoder", 1, True),
+])  # fmt: skip
+def test_flat_shards_are_those_of_from_pretrained(
+    pool: RankPool, folders: dict[str, Path], kind: str, world_size: int, original: bool
+) -> None:
+    """FSDP1, from the meta device on: every rank reads its own flat shards, ties and buffers included."""
+    for result in pool.run(fsdp1_on_ranks, world_size, kind, folders[kind], original):
+        assert result["different"] == []
+        assert result["forward"]
+        assert result["calls"] == 0
+        assert result["units"] > 2
+        assert result["read"] < result["held"] + 200 * PAGE  # headers, and up to a page at either end of each stretch
+
+
+def change_dtype_under_fsdp1(folder: Path) -> str:
+    model = holdfast.shard(on_meta(LlamaForCausalLM, folder), version=1)
     with pytest.raises(UsageError) as caught:
-        load_pretrained(model, folder)
+        load_pretrained(model, folder, dtype=torch.bfloat16)
+    load_pretrained(holdfast.shard(on_meta(LlamaForCausalLM, folder), version=1, dtype=torch.bfloat16), folder)
     return str(caught.value)
 
 
-def test_fsdp1_is_filled_before_it_is_wrapped(pool: RankPool, folders: dict[str, Path]) -> None:
-    assert "before FSDP version 1 wraps it" in pool.run(wrap_with_fsdp1, 1, folders["llama"])[0]
+def test_fsdp1_takes_its_types_when_it_wraps(pool: RankPool, folders: dict[str, Path]) -> None:
+    assert "before FSDP1 wraps it" in pool.run(change_dtype_under_fsdp1, 2, folders["llama"])[0]

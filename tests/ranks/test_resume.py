@@ -26,6 +26,34 @@ def test_same_ranks_continue_bit_for_bit(
     pool: RankPool, tmp_path: Path, sharding: str, ranks: int, optimizer: str, overlap: bool
 ) -> None:
     """Left after step 6 with a checkpoint of step 4: weights, optimizer, data order, RNG and losses are the same."""
+    check_same_ranks(pool, tmp_path, sharding, ranks, optimizer, overlap)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "ranks", "optimizer", "overlap"),
+    [
+        ("fsdp1", 2, "adamw", True),
+        ("fsdp1", 3, "prodigy", False),
+        ("fsdp1-flat", 3, "adamw", True),
+        ("fsdp1-flat", 2, "prodigy", True),
+        ("fsdp1-grad-op", 2, "adamw", True),
+        ("fsdp1-mixed", 2, "adamw", True),
+        ("fsdp1-hybrid", 4, "prodigy", True),
+        ("fsdp1-hybrid-flat", 4, "adamw", False),
+        ("fsdp1-whole", 2, "prodigy", False),
+        ("fsdp1-whole-flat", 2, "adamw", True),
+        ("fsdp1-flat", 1, "adamw", False),
+    ],
+)
+def test_fsdp1_ranks_continue_bit_for_bit(
+    pool: RankPool, tmp_path: Path, sharding: str, ranks: int, optimizer: str, overlap: bool
+) -> None:
+    """Every strategy of FSDP1, with and without original parameters, the load before the first forward; one layout for all."""
+    check_same_ranks(pool, tmp_path, sharding, ranks, optimizer, overlap)
+    assert len(list((tmp_path / "left" / "checkpoint-4").glob("layout-*"))) == 1
+
+
+def check_same_ranks(pool: RankPool, tmp_path: Path, sharding: str, ranks: int, optimizer: str, overlap: bool) -> None:
     job = Job(tmp_path / "whole", sharding, optimizer, overlap=overlap)
     uninterrupted: list[Result] = pool.run(jobs.train, ranks, job)
 
@@ -53,6 +81,13 @@ def test_same_ranks_continue_bit_for_bit(
         (("hsdp", 4), ("fsdp2", 2)),
         (("fsdp2", 2), ("hsdp", 4)),
         (("flat", 4), ("fsdp2", 3)),
+        (("fsdp1", 2), ("fsdp1-flat", 3)),
+        (("fsdp1-flat", 3), ("fsdp2", 2)),
+        (("fsdp2", 3), ("fsdp1-flat", 2)),
+        (("fsdp1-hybrid", 4), ("fsdp1", 3)),
+        (("fsdp1-flat", 3), ("none", 1)),
+        (("none", 1), ("fsdp1", 2)),
+        (("ddp", 2), ("fsdp1-flat", 2)),
     ],
     ids=lambda t: f"{t[0]}x{t[1]}",
 )

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.boxes import REPLICATE, Mesh, Placement
 from holdfast.core.documents import MAX_DEPTH, canonical, parse
+from holdfast.core.flat import Flat
 from holdfast.core.layout import Layout, OptimizerSlot, TensorSpec, spread_replicas
 from holdfast.core.manifest import Announcement, Manifest, Receipt
 from holdfast.core.safetensors import build_header, header_length, parse_header
@@ -30,6 +31,8 @@ def make_layout() -> Layout:
         "model.b": TensorSpec("C128", (2, 4), odd),
         "model.seen": TensorSpec("I64", None, None),
         "optimizer.model.a.exp_avg": TensorSpec("BF16", (7, 3), mesh, 0, OptimizerSlot("", "model.a", "exp_avg")),
+        "model.flat": TensorSpec("F32", (5, 2), Flat(Mesh((2, 2), (0, 1, 2, 3)), 3, 7)),
+        "model.scalar": TensorSpec("F32", (), Flat(Mesh((1, 4), (0, 1, 2, 3)), 0, 1)),
     }
     return Layout(4, tensors, {"model.tied": "model.a"})
 
@@ -86,6 +89,11 @@ def test_another_version_is_said_to_be_one(read: Any) -> None:
         (["tensors", "model.a", "placement"], 9, "placement 9 of"),
         (["tensors", "model.a", "replica"], 2, "copy 2 of 2"),
         (["tensors", "model.b", "shape"], [5], "does not fit placement"),
+        (["tensors", "model.flat", "flat"], [5, 7], "past the end of its unit"),
+        (["tensors", "model.flat", "flat"], [0, 0], "should be offset and shard size"),
+        (["tensors", "model.flat", "flat"], [0], "should be offset and shard size"),
+        (["tensors", "model.flat", "flat"], [-1, 7], "whole numbers"),
+        (["tensors", "model.b", "flat"], [0, 9], "copies x shards"),
         (["placements", 0, "dims"], ["R", "S"], "neither"),
         (["placements", 0, "mesh"], [1 << 19, 1 << 19], "for 4 ranks"),
         (["placements", 0, "ranks"], [0, 0, 1, 2], "different ranks"),

@@ -1,8 +1,9 @@
 """The layout: what the state is and how it is cut, in O(tensors + ranks), the same document for all ranks in the usual case.
 
 A tensor is either *placed* (its global shape, a mesh and what each mesh dimension does with it: any reader computes where
-any rank's piece lies) or *per rank* (every rank wrote its own, and that rank's file says in which shape). Of a placed
-tensor that several ranks hold, one copy is written; which one is spread over the copies by bytes and recorded.
+any rank's piece lies), *flat* (its global shape and its place in a flat unit that a mesh cuts: the same holds), or *per
+rank* (every rank that has it wrote its own, and that rank's file says in which shape). Of a placed tensor that several ranks
+hold, one copy is written; which one is spread over the copies by bytes and recorded. Of a flat one, each copy writes a part.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from math import prod
 
 from holdfast.core.boxes import REPLICATE, Mesh, Placement, Shape
 from holdfast.core.documents import Fields, Json, canonical, digest, parse
+from holdfast.core.flat import Flat
 from holdfast.core.safetensors import ITEM_SIZE
 from holdfast.errors import CorruptCheckpoint
 
@@ -51,7 +53,7 @@ class TensorSpec:
 
     dtype: str
     shape: Shape | None
-    placement: Placement | None
+    placement: Placement | Flat | None
     replica: int = 0
     slot: OptimizerSlot | None = None
 
@@ -69,7 +71,7 @@ class Layout:
         placements: dict[Placement, int] = {}
         for spec in self.tensors.values():
             if spec.placement is not None:
-                placements.setdefault(spec.placement, len(placements))
+                placements.setdefault(_mesh_and_dims(spec.placement), len(placements))
         return canonical(
             {
                 "format": FORMAT,
@@ -119,13 +121,18 @@ def spread_replicas(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     sizes = {name: item_size(t.dtype) * prod(t.shape) for name, t in tensors.items() if t.shape is not None}
     for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
         spec = tensors[name]
-        if spec.placement is None or spec.placement.replicas == 1:
+        if not isinstance(spec.placement, Placement) or spec.placement.replicas == 1:
             continue
         loads = load.setdefault(spec.placement, [0] * spec.placement.replicas)
         replica = loads.index(min(loads))
         loads[replica] += sizes[name]
         chosen[name] = TensorSpec(spec.dtype, spec.shape, spec.placement, replica, spec.slot)
     return chosen
+
+
+def _mesh_and_dims(placement: Placement | Flat) -> Placement:
+    """What the tensors of all flat units over one mesh have in common: copies, and a cut of what has one dimension."""
+    return Placement(placement.mesh, (REPLICATE, 0)) if isinstance(placement, Flat) else placement
 
 
 def _placement_to_json(placement: Placement) -> Json:
@@ -153,7 +160,11 @@ def _placement_from_json(document: Json, world_size: int, what: str) -> Placemen
 def _spec_to_json(spec: TensorSpec, placements: Mapping[Placement, int]) -> Json:
     document: dict[str, Json] = {"dtype": spec.dtype}
     if spec.placement is not None and spec.shape is not None:
-        document |= {"shape": list(spec.shape), "placement": placements[spec.placement], "replica": spec.replica}
+        document |= {"shape": list(spec.shape), "placement": placements[_mesh_and_dims(spec.placement)]}
+        if isinstance(spec.placement, Flat):
+            document["flat"] = [spec.placement.offset, spec.placement.shard]
+        else:
+            document["replica"] = spec.replica
     if spec.slot is not None:
         document["slot"] = [spec.slot.optimizer, spec.slot.param, spec.slot.key]
     return document
@@ -177,9 +188,21 @@ def _spec_from_json(document: Json, placements: list[Placement], what: str) -> T
     if index >= len(placements):
         raise CorruptCheckpoint(f"{what}: placement {index} of {len(placements)}")
     placement = placements[index]
+    if "flat" in document:
+        return TensorSpec(dtype, shape, _flat_from_json(fields, shape, placement), 0, slot)
     if len(shape) > MAX_DIMENSIONS or any(d != REPLICATE and d >= len(shape) for d in placement.dims):
         raise CorruptCheckpoint(f"{what}: shape {list(shape)} does not fit placement {index}")
     replica = fields.count("replica")
     if replica >= placement.replicas:
         raise CorruptCheckpoint(f"{what}: copy {replica} of {placement.replicas}")
     return TensorSpec(dtype, shape, placement, replica, slot)
+
+
+def _flat_from_json(fields: Fields, shape: Shape, placement: Placement) -> Flat:
+    numbers = fields.counts("flat")
+    if len(shape) > MAX_DIMENSIONS or placement.dims != (REPLICATE, 0) or len(numbers) != 2 or numbers[1] == 0:
+        raise CorruptCheckpoint(f"{fields.what}: field 'flat' should be offset and shard size in a mesh of copies x shards")
+    flat = Flat(placement.mesh, *numbers)
+    if flat.offset + prod(shape) > flat.shard * placement.mesh.shape[1]:
+        raise CorruptCheckpoint(f"{fields.what}: shape {list(shape)} at {flat.offset} goes past the end of its unit")
+    return flat

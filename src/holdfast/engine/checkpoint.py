@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from math import prod
 
-from holdfast.core.boxes import Box
+from holdfast.core.boxes import Box, Shape
 from holdfast.core.documents import Json, digest, parse
+from holdfast.core.flat import Flat, boxes, span
 from holdfast.core.layout import Layout, TensorSpec, item_size, stored_as
 from holdfast.core.manifest import MANIFEST_FILE, Manifest, Receipt, layout_file, rank_file, receipt_file
 from holdfast.core.safetensors import Entry, header_length, parse_header
@@ -125,17 +127,36 @@ class Checkpoint:
             raise CorruptCheckpoint(f"{self.where}: the state of rank {rank} is no object")
         return document
 
-    def pieces(self, name: str, spec: TensorSpec, wanted: Box) -> Iterator[tuple[int, Box, Entry]]:
-        """(rank, box, where in that rank's file) of every written piece of a placed tensor that meets `wanted`."""
+    def writers(self, spec: TensorSpec, wanted: Box) -> list[int]:
+        """The ranks whose files have a piece of a placed or flat tensor that meets `wanted`."""
         assert spec.placement is not None and spec.shape is not None
-        for rank, box in spec.placement.pieces(spec.shape, spec.replica, wanted):
-            entry = self.entry(rank, name)
-            if (entry.dtype, entry.shape) != stored_as(spec.dtype, box.size):
-                raise CorruptCheckpoint(
-                    f"{self.where}: rank {rank} holds {name} as {entry.dtype} {list(entry.shape)}, "
-                    f"its layout says {spec.dtype} {list(box.size)}"
-                )
-            yield rank, box, entry
+        if isinstance(spec.placement, Flat):
+            return [rank for rank, _, _ in spec.placement.pieces(prod(spec.shape), *span(spec.shape, wanted))]
+        return [rank for rank, _ in spec.placement.pieces(spec.shape, spec.replica, wanted)]
+
+    def pieces(self, name: str, spec: TensorSpec, wanted: Box) -> Iterator[tuple[int, Box, Entry]]:
+        """(rank, box, where in that rank's file) of every written box of a placed or flat tensor that meets `wanted`."""
+        assert spec.placement is not None and spec.shape is not None
+        if not isinstance(spec.placement, Flat):
+            for rank, box in spec.placement.pieces(spec.shape, spec.replica, wanted):
+                yield rank, box, self._checked(rank, name, spec.dtype, box.size)
+            return
+        for rank, start, stop in spec.placement.pieces(prod(spec.shape), *span(spec.shape, wanted)):
+            entry = self._checked(rank, name, spec.dtype, (stop - start,))
+            for box, at in boxes(spec.shape, start, stop):
+                if box.intersect(wanted) is not None:
+                    dtype, shape = stored_as(spec.dtype, box.size)
+                    begin = entry.start + at * item_size(spec.dtype)
+                    yield rank, box, Entry(dtype, shape, begin, begin + box.numel * item_size(spec.dtype))
+
+    def _checked(self, rank: int, name: str, dtype: str, shape: Shape) -> Entry:
+        entry = self.entry(rank, name)
+        if (entry.dtype, entry.shape) != stored_as(dtype, shape):
+            raise CorruptCheckpoint(
+                f"{self.where}: rank {rank} holds {name} as {entry.dtype} {list(entry.shape)}, "
+                f"its layout says {dtype} {list(shape)}"
+            )
+        return entry
 
     def entry(self, rank: int, name: str) -> Entry:
         try:

@@ -6,6 +6,7 @@ other rank is asked: a rank holds everything that it must write.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +21,14 @@ from holdfast.core.boxes import REPLICATE, Mesh, Placement, one_rank
 from holdfast.core.documents import Json
 from holdfast.core.layout import OptimizerSlot, TensorSpec
 from holdfast.engine import dtypes, statetree
-from holdfast.engine.names import NamedState, join, named_state
-from holdfast.errors import UnsupportedState, UsageError
+from holdfast.engine.fsdp1 import FlatPiece
+from holdfast.engine.names import NamedState, extra_state_modules, join, named_state
+from holdfast.engine.optimizers import OptimizerState
+from holdfast.engine.optimizers import bare_optimizer as bare_optimizer
+from holdfast.engine.optimizers import slot_name as slot_name
+from holdfast.errors import UnsupportedState
+
+log = logging.getLogger("holdfast")
 
 PLAIN_TENSORS: tuple[type, ...] = (torch.Tensor, nn.Parameter, nn.Buffer)
 
@@ -36,9 +43,13 @@ class Held:
 
 @dataclass
 class Collected:
-    """What a save writes. `volatile` names the tensors that a forward may change (buffers), so that they are copied first."""
+    """What a save writes. `volatile` names the tensors that a forward may change (buffers), so that they are copied first.
+
+    `elsewhere` describes what other ranks write of flat units, for a layout that is the same on all.
+    """
 
     tensors: dict[str, Held] = field(default_factory=dict)
+    elsewhere: dict[str, TensorSpec] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     volatile: set[str] = field(default_factory=set)
     small: dict[str, Json] = field(default_factory=dict)
@@ -55,20 +66,11 @@ class Registered:
 
     rank: int
     world_size: int
+    told: set[str] = field(default_factory=set)
+    """Names of the state that was said to be good for the same ranks only."""
+
     placements: dict[object, tuple[object, Placement]] = field(default_factory=dict)
     """What was made of each DTensor's mesh and placements, with the mesh itself so that its id stays its own."""
-
-
-def bare_optimizer(optimizer: object, what: str) -> torch.optim.Optimizer:
-    """The torch optimizer inside wrappers such as Accelerate's, which calls itself an Optimizer, too."""
-    while not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        inner = getattr(optimizer, "optimizer", None)
-        if inner is None:
-            raise UsageError(f"{what} is a {type(optimizer).__name__}, should be a torch.optim.Optimizer")
-        optimizer = inner
-    if any(c.__name__ == "ZeroRedundancyOptimizer" for c in type(optimizer).__mro__):
-        raise UsageError(f"{what} is a ZeroRedundancyOptimizer, whose partitions cannot be saved yet: use FSDP2 instead")
-    return optimizer
 
 
 def collect(registered: Registered) -> Collected:
@@ -84,13 +86,49 @@ def collect(registered: Registered) -> Collected:
     def hold(name: str, tensor: torch.Tensor, replicated: bool = False, slot: OptimizerSlot | None = None) -> None:
         result.tensors[name] = describe(name, tensor, registered, replicated, slot)
 
+    def hold_piece(name: str, piece: FlatPiece, local: torch.Tensor, slot: OptimizerSlot | None = None) -> None:
+        spec = TensorSpec(dtypes.name_of(local, name), piece.shape, piece.placement, 0, slot)
+        written = piece.written(local)
+        if written.numel():
+            result.tensors[name] = Held(spec, written)
+        else:
+            result.elsewhere[name] = spec
+
     for name, tensor in names.tensors.items():
-        hold(name, tensor, name in names.replicated)
+        if isinstance(tensor, FlatPiece):
+            hold_piece(name, tensor, tensor.local)
+        else:
+            hold(name, tensor, name in names.replicated)
     for key, optimizer in registered.optimizers.items():
-        result.small[join("optimizer", key)] = _collect_optimizer(key, optimizer, names, hold)
+        state = OptimizerState(key, optimizer, names, hold, hold_piece)
+        result.small[join("optimizer", key)] = state.collect()
+        state.describe_others(result.tensors)
+        result.elsewhere |= state.elsewhere
+        _tell_once(registered, state.same_ranks_only)
     for key, value in registered.stateful.items():
         result.small[key] = encode_stateful(key, value, hold)
+    result.small["modules"] = {
+        name: encode_stateful(f"modules.{name}", module.get_extra_state(), hold)
+        for name, module in extra_state_modules(registered.models).items()
+    }
+    result.volatile |= {name for name in result.tensors if _may_change_in_forward(name, result.tensors[name].spec, names)}
     return result
+
+
+def _may_change_in_forward(name: str, spec: TensorSpec, names: NamedState) -> bool:
+    """What is neither a parameter, nor a parameter's optimizer state, nor the caller's own: schedulers step, modules count."""
+    return name not in names.parameters and spec.slot is None and not name.startswith("extra.")
+
+
+def _tell_once(registered: Registered, names: list[str]) -> None:
+    new = set(names) - registered.told
+    if new and not registered.told and registered.rank == 0:
+        log.warning(
+            "%s is not of its parameter's shape%s: checkpoints with it can be resumed on the same number of ranks with the "
+            "same sharding only",
+            min(new), f" (and {len(new) - 1} more like it)" if len(new) > 1 else "",
+        )  # fmt: skip
+    registered.told |= new
 
 
 def encode_stateful(key: str, value: object, hold: Any) -> Json:
@@ -101,56 +139,6 @@ def encode_stateful(key: str, value: object, hold: Any) -> Json:
     for name, tensor in tensors.items():
         hold(name, tensor)
     return document
-
-
-def param_names(key: str, optimizer: torch.optim.Optimizer, names: NamedState) -> dict[int, str]:
-    """The clean name of each of the optimizer's parameters, by its id."""
-    by_id = {id(p): name for name, p in names.parameters.items()}
-    found = {}
-    for g, group in enumerate(optimizer.param_groups):
-        for i, p in enumerate(group["params"]):
-            name = by_id.get(id(p))
-            if name is None:
-                raise UsageError(
-                    f"optimizer {key or type(optimizer).__name__}: parameter {i} of group {g} (shape {tuple(p.shape)}) belongs "
-                    "to no registered model; make the optimizer after sharding the model, and register every model it trains"
-                )
-            found[id(p)] = name
-    return found
-
-
-def slot_name(slot: OptimizerSlot) -> str:
-    return join("optimizer", slot.optimizer, slot.param, slot.key)
-
-
-def _collect_optimizer(key: str, optimizer: torch.optim.Optimizer, names: NamedState, hold: Any) -> Json:
-    """Param groups and all state that is no tensor; the tensors of a parameter's state go to `hold` under their slot."""
-    by_id = param_names(key, optimizer, names)
-    prefix = join("optimizer", key)
-    values: dict[str, Json] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    for p, state in optimizer.state.items():
-        name = by_id.get(id(p)) if isinstance(p, torch.Tensor) else None
-        if name is None:
-            raise UnsupportedState(f"{prefix}: state under the key {p!r:.60}, which is none of its parameters")
-        rest: dict[str, object] = {}
-        for state_key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                slot = OptimizerSlot(key, name, state_key)
-                hold(slot_name(slot), value, name in names.replicated, slot)
-            else:
-                rest[state_key] = value
-        if rest:
-            values[name] = statetree.encode(rest, join(prefix, name), join(prefix, name), tensors)
-    groups = []
-    for i, group in enumerate(optimizer.param_groups):
-        where = f"{prefix}.param_groups[{i}]"
-        rest = {k: v for k, v in group.items() if k != "params"}
-        encoded = statetree.encode(rest, where, where, tensors)
-        groups.append({"params": [by_id[id(p)] for p in group["params"]], "values": encoded})
-    for name, tensor in tensors.items():
-        hold(name, tensor)
-    return {"groups": groups, "values": values}
 
 
 def describe(
@@ -169,10 +157,11 @@ def describe(
         key: object = (id(tensor.device_mesh), tensor.placements)
         if key not in placements:
             placements[key] = tensor.device_mesh, dtensor_placement(name, tensor)
+            _refuse_part_of_the_ranks(name, placements[key][1], registered.world_size)
         local = tensor._local_tensor
         spec = TensorSpec(dtypes.name_of(local, name), tuple(tensor.shape), placements[key][1], 0, slot)
         return Held(spec, local)
-    if type(tensor) not in PLAIN_TENSORS and not (type(tensor).__name__ == "FlatParameter"):
+    if type(tensor) not in PLAIN_TENSORS:
         raise UnsupportedState(
             f"{name} is a {type(tensor).__module__}.{type(tensor).__qualname__}, a tensor subclass whose parts are not known; "
             "give a plain tensor or a DTensor"
@@ -210,6 +199,15 @@ def dtensor_placement(name: str, tensor: DTensor) -> Placement:
                 "Shard and Replicate are supported yet (no tensor parallelism combined with FSDP, no partial sums)"
             )
     return Placement(mesh_of(tensor.device_mesh), tuple(dims))
+
+
+def _refuse_part_of_the_ranks(name: str, placement: Placement, world_size: int) -> None:
+    ranks = placement.mesh.ranks
+    if len(ranks) != world_size:
+        raise UnsupportedState(
+            f"{name} is laid over {len(ranks)} of the {world_size} ranks: parameters that some ranks have for themselves "
+            "(experts, pipeline stages) cannot be saved yet"
+        )
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from holdfast.engine.names import unwrap
@@ -48,6 +48,9 @@ def home_of(model: nn.Module, device: torch.device | str | None) -> torch.device
     """Where tensors belong that are on the meta device: `device`, or the mesh's, or torch's default."""
     if device is not None:
         return torch.device(device)
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel) and module.compute_device is not None:
+            return module.compute_device
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             kind = parameter.device_mesh.device_type
@@ -77,6 +80,22 @@ def materialise(
             # As after `.to()`, only that nothing more is changed: FSDP2 drops whole parameters that a forward without gradients
             # has left, and takes the new shards, which it pads and pins.
             module._apply(lambda tensor: tensor, recurse=False)  # type: ignore[no-untyped-call]
+
+
+def give_memory(device: torch.device) -> Callable[[nn.Module], None]:
+    """FSDP1's `param_init_fn`: memory for what a module itself has on the meta device, uninitialised and in place.
+
+    Buffers are left alone: real ones keep their values, and `load_pretrained` knows where others get theirs.
+    """
+
+    def materialise_own(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_meta:
+                real = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+                real.__dict__.update(parameter.__dict__)
+                torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+
+    return materialise_own
 
 
 def _offloaded(model: nn.Module) -> set[int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from holdfast.engine.fsdp1 import FlatPiece, FlatUnit, flat_units
 from holdfast.errors import UsageError
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -37,30 +38,42 @@ def _wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
     return None
 
 
+@dataclass(frozen=True)
+class Optimised:
+    """What one parameter of an optimizer is: `names` of the parameters in it, and the flat unit it is the shard of, if any.
+
+    An original parameter of FSDP1 (`use_orig_params=True`) has one name and no unit; its pieces are in `parameters`.
+    """
+
+    names: tuple[str, ...]
+    unit: FlatUnit | None = None
+
+
 @dataclass
 class NamedState:
     """The parameters and persistent buffers of one or several models by clean name.
 
     `aliases` maps the further names of a tied parameter to its first one. `replicated` holds the names whose equality on
-    all ranks DDP vouches for.
+    all ranks DDP vouches for. `optimised` says by id what an optimizer's parameters are.
     """
 
-    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    parameters: dict[str, nn.Parameter | FlatPiece] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     replicated: set[str] = field(default_factory=set)
+    optimised: dict[int, Optimised] = field(default_factory=dict)
 
     @property
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor | FlatPiece]:
         return {**self.parameters, **self.buffers}
 
 
 def keyed(value: object, what: str) -> dict[str, object]:
     """One object, a list or a dict of them, as a dict; a single one gets the empty key."""
     if isinstance(value, Mapping):
-        bad = [k for k in value if not isinstance(k, str) or not k or "/" in k]
+        bad = [k for k in value if not isinstance(k, str) or not k or "/" in k or "." in k]
         if bad:
-            raise UsageError(f"{what}: keys of a dict should be non-empty strings without '/', got {bad[0]!r}")
+            raise UsageError(f"{what}: keys of a dict should be non-empty strings without '/' and '.', got {bad[0]!r}")
         return dict(value)
     if isinstance(value, list | tuple):
         return {str(i): v for i, v in enumerate(value)}
@@ -78,32 +91,80 @@ def named_state(models: Mapping[str, nn.Module]) -> NamedState:
     forward without gradients a module may show its full parameters while the shard is elsewhere.
     """
     state = NamedState()
-    first_name: dict[int, str] = {}
+    first_name: dict[object, str] = {}
+
+    def is_new(key: object, full: str) -> bool:
+        known = first_name.setdefault(key, full)
+        if known != full:
+            state.aliases[full] = known
+        return known == full
+
     for key, model in models.items():
         shards = _fsdp2_shards(model)
+        units = list(flat_units(model))
+        inside, whole_units = _by_module(units), {id(unit.flat) for unit in units}
         for prefix, module, vouched in _walk(model, join("model", key)):
+            flat = inside.get(id(module), {})
+            for name, (unit, index) in flat.items():
+                full = join(prefix, name)
+                if is_new((id(unit.flat), index), full):
+                    state.parameters[full] = unit.pieces[index]
             for name, parameter in module._parameters.items():
-                if parameter is None:
+                if parameter is None or name in flat or id(parameter) in whole_units:
                     continue
                 shard = shards.get((id(module), name), parameter)
                 full = join(prefix, name)
-                known = first_name.setdefault(id(shard), full)
-                if known != full:
-                    state.aliases[full] = known
-                    continue
-                state.parameters[full] = shard
-                if vouched is not None and id(parameter) in vouched:
-                    state.replicated.add(full)
+                if is_new(id(shard), full):
+                    state.parameters[full] = shard
+                    state.optimised[id(shard)] = Optimised((full,))
+                    if vouched is not None and id(parameter) in vouched:
+                        state.replicated.add(full)
             for name, buffer in module._buffers.items():
                 if buffer is None or name in module._non_persistent_buffers_set:
                     continue
                 full = join(prefix, name)
-                known = first_name.setdefault(id(buffer), full)
-                if known != full:
-                    state.aliases[full] = known
-                else:
+                if is_new(id(buffer), full):
                     state.buffers[full] = buffer
+        for unit in units:
+            state.optimised |= _optimised(unit, tuple(first_name[id(unit.flat), i] for i in range(len(unit.pieces))))
     return state
+
+
+def _by_module(units: Sequence[FlatUnit]) -> dict[int, dict[str, tuple[FlatUnit, int]]]:
+    """By module id and name, the parameters that are in a flat unit, and as which of its pieces."""
+    found: dict[int, dict[str, tuple[FlatUnit, int]]] = {}
+    for unit in units:
+        for module, name, index in unit.places:
+            found.setdefault(module, {})[name] = unit, index
+    return found
+
+
+def _optimised(unit: FlatUnit, names: tuple[str, ...]) -> dict[int, Optimised]:
+    if unit.parameters is None:
+        return {id(unit.flat): Optimised(names, unit)}
+    singles = {id(p): Optimised((name,)) for p, name in zip(unit.parameters, names, strict=True)}
+    return singles | {id(p): Optimised((names[index],)) for p, index in unit.shared}
+
+
+def persistent_buffers(models: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module, str]]:
+    """(clean name, module, attribute) of every persistent buffer."""
+    return [
+        (join(prefix, name), module, name)
+        for key, model in models.items()
+        for prefix, module, *_ in _walk(model, join("model", key))
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
+
+
+def extra_state_modules(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The modules that keep state of their own kind (`get_extra_state`), by clean name."""
+    found: dict[str, nn.Module] = {}
+    for key, model in models.items():
+        for prefix, module, *_ in _walk(model, join("model", key)):
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                found.setdefault(prefix, module)
+    return found
 
 
 def _walk(module: nn.Module, prefix: str, vouched: set[int] | None = None) -> Iterator[tuple[str, nn.Module, set[int] | None]]:

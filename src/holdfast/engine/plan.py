@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 from holdfast.core.boxes import Shape
+from holdfast.core.flat import Flat
 from holdfast.core.layout import Layout, TensorSpec, spread_replicas, stored_as
 from holdfast.core.safetensors import ALIGNMENT, ITEM_SIZE, Entry, build_header
 from holdfast.engine.collect import Collected
@@ -31,7 +33,7 @@ class SavePlan:
     entries: Mapping[str, Entry]
     state_entry: Entry
     plain: tuple[str, ...]
-    """Names of the per-rank tensors, whose common digest tells whether all ranks hold the same."""
+    """Names of the per-rank tensors of optimizers, whose common digest tells whether all ranks hold the same."""
 
     @property
     def image_size(self) -> int:
@@ -45,26 +47,27 @@ class SavePlan:
 
 def make_plan(collected: Collected, rank: int, world_size: int, small_bytes: int, last: SavePlan | None) -> SavePlan:
     """The plan for what was collected; `last` itself where it still fits."""
-    signature = {name: (held.spec, held.local.shape) for name, held in collected.tensors.items()}
+    signature = {name: (held.spec, held.local.shape) for name, held in collected.tensors.items()}, collected.elsewhere
     if last is not None and small_bytes <= last.state_entry.nbytes and last.signature == signature:
         return last
-    specs = spread_replicas({name: held.spec for name, held in collected.tensors.items()})
+    specs = spread_replicas({name: held.spec for name, held in collected.tensors.items()} | collected.elsewhere)
     layout = Layout(world_size, specs, dict(collected.aliases))
     mine: list[tuple[str, str, Shape]] = []
-    for name, spec in specs.items():
-        if writes(spec, rank):
-            mine.append((name, *stored_as(spec.dtype, tuple(collected.tensors[name].local.shape))))
-    mine.sort(key=lambda t: (-ITEM_SIZE[t[1]], t[0]))
+    for name, held in collected.tensors.items():
+        if writes(specs[name], rank):
+            mine.append((name, *stored_as(held.spec.dtype, tuple(held.local.shape))))
+    # Step counters side by side: who reads a few rows of every tensor needs one block for all of them.
+    mine.sort(key=lambda t: (-ITEM_SIZE[t[1]], prod(t[2]) == 1, t[0]))
     room = -(-(small_bytes + 1024) // _STATE_ROOM) * _STATE_ROOM
     header, entries = build_header([*mine, (STATE_TENSOR, "U8", (room,))], {"format": "pt", "holdfast": "1"})
     state_entry = entries.pop(STATE_TENSOR)
-    plain = tuple(sorted(name for name, spec in specs.items() if spec.placement is None))
+    plain = tuple(sorted(name for name in entries if specs[name].placement is None and specs[name].slot is not None))
     return SavePlan(signature, layout, header, entries, state_entry, plain)
 
 
 def writes(spec: TensorSpec, rank: int) -> bool:
-    """Whether `rank` writes its piece of a tensor: always its own, of copies only the chosen one."""
-    if spec.placement is None:
+    """Whether `rank` writes what it holds of a tensor: its own, its part of a flat shard, of copies only the chosen one."""
+    if spec.placement is None or isinstance(spec.placement, Flat):
         return True
     coordinate = spec.placement.mesh.coordinate(rank)
     return coordinate is not None and spec.placement.replica(coordinate) == spec.replica

@@ -14,20 +14,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from holdfast.core.boxes import REPLICATE, Box, Mesh, Placement
 from holdfast.engine.blocks import BlockFile, Part, read_parts
 from holdfast.engine.dtypes import DTYPE_OF
+from holdfast.engine.fsdp1 import FlatPiece
 from holdfast.engine.meta import home_of, materialise, values_without_file
 from holdfast.engine.names import named_state, unwrap
+from holdfast.engine.reading import flat_targets
 from holdfast.errors import IncompatibleCheckpoint, UsageError
 from holdfast.formats.huggingface import StoredTensor, stored_tensors
 from holdfast.storage import LocalFolder, Storage
@@ -52,11 +53,11 @@ def load_pretrained(
     """Fill `model` from `folder` and return it. Every rank calls it for itself, at any time.
 
     Args:
-        model: built on the meta device or not; sharded by FSDP2 or not, before or after DDP. Gradients and optimizer state
-            are no business of this function: call it before there are any.
+        model: built on the meta device or not; sharded by FSDP2, wrapped by FSDP1, or neither, before or after DDP. Gradients and
+            optimizer state are no business of this function: call it before there are any.
         folder: holds `model*.safetensors` or `diffusion_pytorch_model*.safetensors`, one file or several with their index.
         dtype: of floating-point parameters and persistent buffers; None keeps the model's. Values are converted on the way.
-            FSDP2 fixes its types at the first forward: change them before.
+            FSDP2 fixes its types at the first forward, FSDP1 when it wraps: change them before.
         device: where tensors go that are on the meta device; None means the mesh's device (the host for what FSDP2
             offloads), and without a mesh torch's default device.
         variant: as in `model.fp16.safetensors`.
@@ -70,16 +71,20 @@ def load_pretrained(
         CheckpointNotFound: no such folder, or no safetensors weights in it.
         IncompatibleCheckpoint: names, shapes or kinds of number differ; the model is as it was.
         CorruptCheckpoint: a file is damaged or lies about itself.
-        UsageError: the model cannot be filled like this (FSDP1, a placement without boxes, no source for a buffer).
+        UsageError: the model cannot be filled like this (a placement without boxes, no source for a buffer).
     """
     storage = LocalFolder(folder) if isinstance(folder, str | os.PathLike) else folder
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        raise UsageError("load_pretrained fills a model before FSDP version 1 wraps it, or one sharded by version 2")
     fills = _plan(model, stored_tensors(storage, variant), storage.describe(), key_mapping or {}, allow_unexpected)
     missing = values_without_file(model, {id(fill.target) for fill in fills}, build)
 
+    for fill in fills:
+        if isinstance(fill.target, FlatPiece) and dtype not in (None, fill.target.dtype):
+            raise UsageError(
+                f"FSDP1 holds {fill.name} in {fill.target.dtype}, which cannot be changed any more: convert the model with "
+                f".to({dtype}) before FSDP1 wraps it (on the meta device that costs nothing)"
+            )
     home = home_of(model, device)
-    materialise(model, [fill.target for fill in fills], dtype, home)
+    materialise(model, [fill.target for fill in fills if isinstance(fill.target, torch.Tensor)], dtype, home)
     for value in missing:
         value.put(home)
     _read(storage, fills)
@@ -88,12 +93,19 @@ def load_pretrained(
 
 @dataclass(frozen=True, slots=True)
 class _Fill:
-    """A tensor of the model (whole or a DTensor), the part of it that this rank holds, and where its values lie."""
+    """A tensor of the model (whole, a DTensor, or a piece of a flat unit), and where its values lie."""
 
     name: str
-    target: torch.Tensor
-    box: Box
+    target: torch.Tensor | FlatPiece
     source: StoredTensor
+
+    def targets(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        """The part of it that this rank holds, as boxes with their memory."""
+        if isinstance(self.target, FlatPiece):
+            yield from flat_targets(self.target, self.target.local)
+        else:
+            local = self.target.to_local() if isinstance(self.target, DTensor) else self.target
+            yield _box(self.name, self.target), local.detach()
 
 
 def _plan(
@@ -122,7 +134,9 @@ def _plan(
             stored_as = _described(DTYPE_OF[source.entry.dtype], source.entry.shape)
             differing.append(f"{name} is {stored_as} in the folder and {_described(target.dtype, target.shape)} here")
         else:
-            fills.append(_Fill(name, target, _box(name, target), source))
+            fills.append(_Fill(name, target, source))
+            if isinstance(target, DTensor):
+                _box(name, target)  # is refused here where it has none
     unexpected = [] if allow_unexpected else sorted(found.keys() - known - _ignored(inner, found))
     if missing or unexpected or differing:
         hint = _hint(inner, missing, unexpected, differing)
@@ -146,10 +160,9 @@ def _read(storage: Storage, fills: Iterable[_Fill]) -> int:
     """Read the boxes, file by file; returns the bytes read."""
     files: dict[str, tuple[int, list[Part]]] = {}
     for fill in fills:
-        local = fill.target.to_local() if isinstance(fill.target, DTensor) else fill.target
         entry = fill.source.entry
-        part = Part(fill.name, entry.dtype, entry, Box.whole(entry.shape), fill.box, local.detach())
-        files.setdefault(fill.source.path, (fill.source.file_size, []))[1].append(part)
+        parts = files.setdefault(fill.source.path, (fill.source.file_size, []))[1]
+        parts += [Part(fill.name, entry.dtype, entry, Box.whole(entry.shape), box, view) for box, view in fill.targets()]
     return sum(
         read_parts(BlockFile(storage, path, size, block_size=PAGE), parts) for path, (size, parts) in files.items()
     )
@@ -211,7 +224,7 @@ def _shared_prefix(names: Iterable[str]) -> str:
     return f"{first.pop()}." if len(first) == 1 and "" not in first else ""
 
 
-def _fits(target: torch.Tensor, source: StoredTensor) -> bool:
+def _fits(target: torch.Tensor | FlatPiece, source: StoredTensor) -> bool:
     stored = DTYPE_OF[source.entry.dtype]
     same_kind = (stored.is_floating_point, stored.is_complex) == (
         target.dtype.is_floating_point,
