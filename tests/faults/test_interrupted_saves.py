@@ -104,7 +104,8 @@ def test_a_rank_that_stalls_in_a_write_holds_up_nobody(pool: RankPool, tmp_path:
     for result, expected in zip(results, whole, strict=True):
         assert result.losses == expected.losses
         assert [(step, state) for step, state, _ in result.saves] == [(2, "complete"), (4, "failed")]
-        assert "rank 1 did not deliver after 2 s" in result.failures[0]
+        assert "rank 1 did not deliver after 2 s: rank 1 (" in result.failures[0]
+        assert "last seen at step" in result.failures[0]
     assert continued(pool, job, whole, possible={2}) == 2
 
 

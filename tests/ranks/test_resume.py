@@ -112,7 +112,7 @@ def test_other_ranks_get_the_same_state(
 def test_one_rank_is_killed(pool: RankPool, tmp_path: Path) -> None:
     """The other rank cannot go on, but the checkpoint that was complete before carries the next job."""
     whole: list[Result] = pool.run(jobs.train, 2, Job(tmp_path / "whole", overlap=True))
-    killed = Job(tmp_path / "killed", overlap=True, kill=(1, 6))
+    killed = Job(tmp_path / "killed", overlap=True, settle=(4,), kill=(1, 6))
     assert pool.run(jobs.survive, 2, killed, expect_death=True)[1] == Died(9)
     resumed: list[Result] = pool.run(jobs.train, 2, replace(killed, kill=None))
     assert [r.begun_at for r in resumed] == [4, 4]

@@ -195,6 +195,87 @@ def test_param_groups_keep_every_value(tmp_path: Path) -> None:
     assert scheduler.total_steps == 10
 
 
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    save_one(tmp_path, 1)
+    model, _ = linear()
+    with (
+        holdfast.Checkpointer(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1)) as checkpointer,
+        pytest.raises(IncompatibleCheckpoint, match="optimizer was a AdamW, it is a SGD: continue with the same optimizer"),
+    ):
+        checkpointer.resume()
+
+
+def test_moments_keep_the_strides_of_their_parameter(tmp_path: Path) -> None:
+    """Fused kernels pair elements by their place in memory."""
+
+    def run(stop: int, save_at: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        with holdfast.Checkpointer(tmp_path, model=model, optimizer=optimizer) as checkpointer:
+            begun = checkpointer.resume()
+            for at in range(begun + 1, stop + 1):
+                model(torch.linspace(-1, 1, 300).view(1, 3, 10, 10) * at).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if at == save_at:
+                    checkpointer.save(at)
+        assert optimizer.state[model.weight]["exp_avg"].stride() == model.weight.stride()
+        return model.weight.detach().clone()
+
+    whole = run(5, 0)
+    run(2, 2)
+    assert torch.equal(run(5, 0), whole)
+
+
+def test_tensors_of_a_dict_are_filled_in_place(tmp_path: Path) -> None:
+    """extra={"ema": dict(ema.state_dict())} shares its tensors with the module: the module must see what was loaded."""
+    average = nn.Linear(3, 2)
+    expected = average.weight.detach().clone()
+    with holdfast.Checkpointer(tmp_path, model=nn.Linear(1, 1), extra={"ema": dict(average.state_dict())}) as checkpointer:
+        checkpointer.save(1)
+    other = nn.Linear(3, 2)
+    with holdfast.Checkpointer(tmp_path, model=nn.Linear(1, 1), extra={"ema": dict(other.state_dict())}) as checkpointer:
+        checkpointer.resume()
+    assert torch.equal(other.weight, expected)
+
+
+def test_extra_state_of_modules(tmp_path: Path) -> None:
+    class Counting(nn.Linear):
+        seen = 0
+
+        def get_extra_state(self) -> dict[str, Any]:
+            return {"seen": self.seen, "mean": torch.full((2,), float(self.seen))}
+
+        def set_extra_state(self, state: dict[str, Any]) -> None:
+            self.seen = state["seen"] + int(state["mean"].sum()) * 100
+
+    model = nn.Sequential(Counting(2, 2), nn.Linear(2, 2))
+    model[0].seen = 7
+    with holdfast.Checkpointer(tmp_path, model=model) as checkpointer:
+        checkpointer.save(1)
+    model[0].seen = 0
+    with holdfast.Checkpointer(tmp_path, model=model) as checkpointer:
+        checkpointer.resume()
+    assert model[0].seen == 7 + 1400
+
+
+def test_a_tensor_learning_rate_is_that_of_the_save(tmp_path: Path, slow_copy: threading.Event) -> None:
+    """With overlap the scheduler steps while parameters are still being copied."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1.0))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    checkpointer = holdfast.Checkpointer(tmp_path, model=model, optimizer=optimizer, lr_scheduler=scheduler, overlap=True)
+    step(model, optimizer)
+    checkpointer.save(1)
+    scheduler.step()
+    slow_copy.set()
+    checkpointer.close()
+    with holdfast.Checkpointer(tmp_path, model=model, optimizer=optimizer, lr_scheduler=scheduler) as checkpointer:
+        checkpointer.resume()
+    assert float(optimizer.param_groups[0]["lr"]) == 1.0
+
+
 def test_a_load_makes_no_step(tmp_path: Path) -> None:
     save_one(tmp_path, 1)
     model, optimizer = linear()
@@ -431,7 +512,8 @@ def refusals(folder: Path) -> dict[str, tuple[Any, type[HoldfastError], str]]:
         "keep_last": (lambda: make(folder, model=model, keep_last=0), UsageError, "keep_last is 0"),
         "a file": (lambda: make(Path(__file__), model=model), UsageError, "cannot use"),
         "step": (lambda: make(folder, model=model).save(1.5), UsageError, "step is 1.5"),  # type: ignore[arg-type]
-        "key": (lambda: make(folder, model={"a/b": model}), UsageError, "without '/'"),
+        "key": (lambda: make(folder, model={"a/b": model}), UsageError, "without '/' and '.'"),
+        "dotted key": (lambda: make(folder, model={"a.b": model}), UsageError, "without '/' and '.'"),
         "zero": (lambda: make(folder, model=model, optimizer=_zero(model)), UsageError, "ZeroRedundancyOptimizer"),
     }  # fmt: skip
 

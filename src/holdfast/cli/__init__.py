@@ -15,6 +15,8 @@ from typing import Annotated, Any, TypeVar, cast
 import tyro
 
 from holdfast import __version__
+from holdfast.cli.convert import Export, Import, run_export, run_import
+from holdfast.cli.inspect import Repair, Verify, run_repair, run_verify
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.recipes import RECIPES
 
@@ -76,6 +78,14 @@ def _dispatch(arguments: list[str]) -> int:
             from holdfast.demo import run
 
             return run(options.output_dir)
+        case ["import"]:
+            return run_import(_parse(Import, "holdfast import", arguments[1:]))
+        case ["export"]:
+            return run_export(_parse(Export, "holdfast export", arguments[1:]))
+        case ["verify"]:
+            return run_verify(_parse(Verify, "holdfast verify", arguments[1:]))
+        case ["repair"]:
+            return run_repair(_parse(Repair, "holdfast repair", arguments[1:]))
     _parse_commands(arguments)
     return 0
 
@@ -87,7 +97,7 @@ def _parse_commands(arguments: list[str]) -> None:
         """Train by a recipe: holdfast train RECIPE ..."""
 
     train.__doc__ = f"Train by a recipe, one of: {', '.join(RECIPES)}. Its flags: holdfast train RECIPE --help"
-    commands: dict[str, Callable[..., Any]] = {"train": train, "launch": Launch, "demo": Demo}
+    commands: dict[str, Callable[..., Any]] = {"train": train, "launch": Launch, "demo": Demo, "import": Import, "export": Export, "verify": Verify, "repair": Repair}
     tyro.extras.subcommand_cli_from_dict(
         commands, prog="holdfast", description=DESCRIPTION, args=arguments, use_underscores=True
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 Shape = tuple[int, ...]
@@ -151,6 +152,7 @@ class Placement:
                 yield from self._descend(Box(tuple(offset), tuple(size)), (*coordinate, c), copies, wanted)
 
 
+@cache
 def one_rank(rank: int = 0) -> Placement:
     """The placement of a tensor that `rank` alone holds."""
     return Placement(Mesh((1,), (rank,)), (REPLICATE,))

@@ -68,6 +68,7 @@ class Receipt:
     captured_s: float
     written_s: float
     metric: float | None = None
+    groups: str | None = None
 
     def encoded(self) -> bytes:
         document = {"format": RECEIPT_FORMAT, "version": VERSION, **asdict(self), "blocks": list(self.blocks)}
@@ -94,6 +95,7 @@ class Receipt:
             captured_s=fields.get("captured_s", float),
             written_s=fields.get("written_s", float),
             metric=_metric(fields),
+            groups=fields.digest("groups") if "groups" in fields.document else None,
         )
         if receipt.block_size == 0 or len(receipt.blocks) != -(-receipt.size // receipt.block_size):
             raise CorruptCheckpoint(f"{what}: {len(receipt.blocks)} hashes for {receipt.size} bytes")
@@ -111,11 +113,12 @@ class Announcement:
     plain: str
     receipt: str
     metric: float | None = None
+    groups: str | None = None
 
     @classmethod
     def of(cls, receipt: Receipt) -> Announcement:
         own = digest(receipt.encoded())
-        return cls(receipt.rank, receipt.attempt, receipt.step, receipt.layout, receipt.plain, own, receipt.metric)
+        return cls(receipt.rank, receipt.attempt, receipt.step, receipt.layout, receipt.plain, own, receipt.metric, receipt.groups)
 
     def encoded(self) -> bytes:
         return canonical(_without_none(asdict(self)))
@@ -131,6 +134,7 @@ class Announcement:
             plain=fields.digest("plain"),
             receipt=fields.digest("receipt"),
             metric=_metric(fields),
+            groups=fields.digest("groups") if "groups" in fields.document else None,
         )
 
 
@@ -139,7 +143,8 @@ class Manifest:
     """The table of contents of one complete checkpoint.
 
     `run_sequence` and `save_index` order checkpoints by when they were requested, whatever their step; `plain_equal` says
-    whether the per-rank tensors of all ranks are copies of each other. `metric` is what rank 0's `save` was given.
+    whether the per-rank tensors of all ranks are copies of each other. `metric` is what rank 0's `save` was given, `groups_differ` says
+    that values in the optimizers' parameter groups are not the same on all ranks.
     """
 
     attempt: str
@@ -151,6 +156,7 @@ class Manifest:
     receipts: tuple[str, ...]
     plain_equal: bool
     metric: float | None = None
+    groups_differ: bool | None = None
 
     @classmethod
     def of(cls, announcements: Sequence[Announcement], run_sequence: int, save_index: int) -> Manifest:
@@ -176,6 +182,7 @@ class Manifest:
             receipts=tuple(a.receipt for a in announcements),
             plain_equal=len({a.plain for a in announcements}) == 1,
             metric=first.metric,
+            groups_differ=True if len({a.groups for a in announcements}) > 1 else None,
         )
 
     @property
@@ -201,6 +208,7 @@ class Manifest:
             receipts=fields.digests("receipts"),
             plain_equal=fields.get("plain_equal", bool),
             metric=_metric(fields),
+            groups_differ=True if fields.document.get("groups_differ") is True else None,
         )
         if manifest.world_size == 0 or len(manifest.receipts) != manifest.world_size or not manifest.layouts:
             raise CorruptCheckpoint(f"{what}: {len(manifest.receipts)} receipts for {manifest.world_size} ranks")

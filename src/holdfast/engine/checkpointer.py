@@ -7,31 +7,33 @@ import contextlib
 import logging
 import math
 import os
+import signal
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
-
-from torch import nn
 
 from holdfast.core.documents import canonical
 from holdfast.core.manifest import attempt_name
 from holdfast.engine import rng
 from holdfast.engine.capture import Staging
-from holdfast.engine.collect import Collected, Registered, bare_optimizer, collect, world
-from holdfast.engine.deadlines import POLL, Deadlines
+from holdfast.engine.collect import Collected, Held, collect
+from holdfast.engine.deadlines import Deadlines
 from holdfast.engine.firstbatch import before_first_batch
-from holdfast.engine.gate import Gate
+from holdfast.engine.gate import Capture, Gate
 from holdfast.engine.lease import Lease
-from holdfast.engine.names import Models, join, keyed
+from holdfast.engine.names import Models
+from holdfast.engine.onecaller import STOP_INDEX, Boundaries, Note, OneCaller, passed, reached
 from holdfast.engine.plan import SavePlan, make_plan
+from holdfast.engine.registration import register, usable_folder
 from holdfast.engine.restore import restore_rng
 from holdfast.engine.resume import Resume, folder_of, survey, tidy
 from holdfast.engine.retention import Retention, remove_checkpoint
 from holdfast.engine.service import Job, Save, Service
 from holdfast.engine.store import Below, Run, Store, connect, shake_hands
-from holdfast.errors import DeadlineExceeded, SaveFailed, UsageError
+from holdfast.engine.watch import BEAT, IDLE, Request, Watcher, say_goodbye
+from holdfast.errors import DeadlineExceeded, HoldfastError, SaveFailed, UsageError
 from holdfast.storage import LocalFolder, Storage
 
 log = logging.getLogger("holdfast")
@@ -55,6 +57,10 @@ class Checkpointer:
         keep_last, keep_every, keep_best, best: which complete checkpoints to keep, see `Retention`; None keeps all. The newest
             and the last one that was read back and found whole are never removed.
         read_back: read every rank's file back and check it before the checkpoint counts.
+        one_caller: any rank may be the only one to call `save`. Costs every rank one look into the store before each optimizer
+            step, and a note of the small state at each batch; parameters that change outside `optimizer.step` have to do so
+            inside `mutating()`.
+        stop_signals: signals after which all ranks save and stop at one step: see `should_stop`.
         deadlines: how long to wait for other ranks.
 
     All ranks make their Checkpointers in the same order, after the process group.
@@ -81,6 +87,8 @@ class Checkpointer:
         keep_best: int | None = None,
         best: Literal["min", "max"] = "min",
         read_back: bool = False,
+        one_caller: bool = False,
+        stop_signals: Sequence[signal.Signals] = (),
         deadlines: Deadlines | None = None,
     ) -> None:
         self.overlap, self.read_back = overlap, read_back
@@ -88,11 +96,13 @@ class Checkpointer:
         self.saves: list[Save] = []
         """Every save of this run, with its times and its outcome."""
         self._deadlines = deadlines or Deadlines()
-        self._registered = _register(model, optimizer, lr_scheduler, dataloader, scaler, extra)
+        self._registered = register(model, optimizer, lr_scheduler, dataloader, scaler, extra)
         self._rank, self._world_size = self._registered.rank, self._registered.world_size
         canonical(collect(self._registered).small)  # what cannot be saved is refused before the first step
         self._lease: Lease | None = None
-        training_store, service_store = connect(self._world_size, self._deadlines)
+        if (one_caller or stop_signals) and not self._registered.optimizers:
+            raise UsageError("one_caller and stop_signals count optimizer steps: give the Checkpointer its optimizer")
+        training_store, service_store, watcher_store = connect(self._world_size, self._deadlines)
         self._storage, self._run = self._meet(folder, training_store)
         self._store = Below(training_store, self._run.nonce)
         self._resumes = 0
@@ -101,10 +111,9 @@ class Checkpointer:
         self._plan: SavePlan | None = None
         self._reported = 0
         self._gate = Gate(self._registered.optimizers, self._deadlines.capture)
-        self._goodbyes = Below(service_store, self._run.nonce)
         self._service = Service(
             self._storage,
-            self._goodbyes,
+            Below(service_store, self._run.nonce),
             self._run,
             self._rank,
             self._world_size,
@@ -114,6 +123,19 @@ class Checkpointer:
             read_back=read_back,
         )
         self._closed = False
+        self._base_step = 0
+        idle = IDLE * max(1, self._world_size // 64) if one_caller or stop_signals else BEAT
+        self._watcher = Watcher(
+            Below(watcher_store, self._run.nonce), self._rank, self._deadlines, on_look=self._after_look,
+            step=self._step_now, idle=idle,
+        )  # fmt: skip
+        self._one_caller, self._stopping, self._led = one_caller, False, False
+        self._calls: OneCaller | None = None
+        if one_caller:
+            self._listen()
+        if stop_signals:
+            self._watcher.hook_signals(stop_signals)
+        self._watcher.start()
         self._at_exit = _close_at_exit(self)
 
     def resume(self, path: str | os.PathLike[str] | None = None) -> int:
@@ -133,6 +155,7 @@ class Checkpointer:
             CorruptCheckpoint: `path` does not hold.
         """
         self._gate.wait()
+        self._watcher.enter("resume")
         self._resumes += 1
         resume = Resume(self._store, self._registered, self._deadlines, self._resumes)
         start = time.perf_counter()
@@ -144,6 +167,7 @@ class Checkpointer:
                 checkpoint = resume.exactly(self._storage, folder.name)
             else:
                 checkpoint = resume.exactly(LocalFolder(folder.absolute().parent), folder.name)
+        self._watcher.enter("training")
         if checkpoint is None or resume.plan is None:
             self._say(f"no checkpoint in {self._storage.describe()} yet: beginning at step 0")
             return 0
@@ -158,7 +182,7 @@ class Checkpointer:
         for key, value in self._registered.stateful.items():
             if key.partition(".")[0] == "dataloader":
                 before_first_batch(value, put_generators_back)
-        step = checkpoint.manifest.step
+        step = self._base_step = checkpoint.manifest.step
         self._say(f"resumed from {checkpoint.where} at step {step} in {time.perf_counter() - start:.2f} s")
         return step
 
@@ -187,26 +211,127 @@ class Checkpointer:
             raise SaveFailed(f"rank {self._rank}: the service thread has died; see the log for what it said")
         if self.overlap and not self.saves:
             self._gate.check_hooks()
-        capture = self._gate.begin()
-        index, folder = len(self.saves) + 1, folder_of(step)
+        self._watcher.enter("save")
+        if self._calls is not None and self._one_caller:
+            save = self._ask(self._calls, step, rating, started)
+        else:
+            save = self._save(step, len(self.saves) + 1, rating, started)
+        self._watcher.enter("training")
+        if self._gate.steps:
+            self._base_step = step - next(iter(self._gate.steps.values()))
+        return save
+
+    def _save(
+        self, step: int, index: int, rating: float | None, started: float, note: Note | None = None, held: Capture | None = None
+    ) -> Save:
+        """Capture this rank's part and hand it to the service; `held` where the gate is closed for it already."""
+        capture = held or self._gate.begin()
+        folder = folder_of(step)
         save = Save(
             step, index, folder, attempt_name(self._run.nonce, index), rating, folder in self._verified, requested=started
         )
         self.saves.append(save)  # counted even if it fails here, so that the ranks' counts stay the same
+        later = self.overlap and held is None
         try:
             self._wait_for_staging()
-            plan, collected = self._stage(save)
+            plan, collected = self._stage(save, note, later)
         except BaseException as error:
             capture.done.set()
             save.error_raised = True
             self._service.refuse(save, error if isinstance(error, Exception) else SaveFailed(repr(error)))
             raise
-        if not self.overlap:
+        if not later:
             capture.done.set()
-        self._service.submit(Job(save, plan, collected, self._staging, capture if self.overlap else None))
+        self._service.submit(Job(save, plan, collected, self._staging, capture if later else None))
         save.blocked_s += time.perf_counter() - started
         self._gate.charge(save)
         return save
+
+    # -- one caller
+
+    def _listen(self) -> None:
+        """From now on this rank takes part in saves that others ask for."""
+        self._calls = OneCaller(
+            self._watcher,
+            self._gate,
+            Boundaries(self._registered, self._gate),
+            self._serve,
+            self._refuse,
+            self._lead_the_stop,
+        )
+        self._gate.before_step = self._calls.before_step
+
+    def _ask(self, calls: OneCaller, step: int, rating: float | None, started: float) -> Save:
+        """Ask all ranks for a checkpoint of this boundary, or join in what another rank has asked for."""
+        steps = dict(self._gate.steps)
+        before = sum(reached(steps, r) for r in calls.served.values())
+        request = self._watcher.post(step, steps, calls.boundaries.batches, before, rating, stop=False)
+        end = time.monotonic() + self._deadlines.agreement
+        while request is None:
+            self._watcher.look_now()
+            request = next((r for r in calls.pending() if reached(steps, r)), None)
+            if request is None and time.monotonic() > end:
+                raise DeadlineExceeded(f"rank {self._rank}: another rank asked for a save of step {step}, and its request never came")
+        if request.index in calls.served:  # the watcher was faster
+            return next(s for s in self.saves if s.index == request.index)
+        calls.served[request.index] = request
+        return self._save(request.step, request.index, request.metric, started)
+
+    def _serve(self, request: Request, note: Note | None, held: Capture | None) -> None:
+        index = request.index + (STOP_INDEX if request.stop else 0)
+        try:
+            self._save(request.step, index, request.metric, time.perf_counter(), note, held)
+        except (HoldfastError, OSError) as error:  # told to all ranks already: the training of this one goes on
+            log.error("rank %d cannot take part in the save of step %d: %s", self._rank, request.step, error)
+
+    def _refuse(self, request: Request, why: str) -> None:
+        index = request.index + (STOP_INDEX if request.stop else 0)
+        save = Save(request.step, index, folder_of(request.step), attempt_name(self._run.nonce, index))
+        self.saves.append(save)
+        self._service.refuse(save, SaveFailed(why))
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the run ends here: true on every rank after the same step, with a checkpoint of that step under way.
+
+        Ask it at the end of an iteration, after the step, and leave the loop; `close` waits for the checkpoint. It becomes true
+        within two steps after any rank received one of `stop_signals`.
+        """
+        calls = self._calls
+        request = next((r for r in self._watcher.requests.values() if r.stop), None) if calls is not None else None
+        if calls is None or request is None or not (reached(self._gate.steps, request) or passed(self._gate.steps, request)):
+            return False
+        if reached(self._gate.steps, request):
+            calls.serve(request, None)
+        return True
+
+    def _lead_the_stop(self) -> None:
+        """On rank 0, before its step c + 1, once all ranks look before each of theirs: all stop after step c + 2.
+
+        Nobody finishes the backward of step c + 2 before rank 0 takes part in it, which it does after this has been acknowledged;
+        so everybody sees it in the look before that step, and knows it after it.
+        """
+        if self._rank != 0 or self._led or self._watcher.call_to_stop is None:
+            return
+        if any(self._store.look(f"stopping/{r}") is None for r in range(self._world_size)):
+            return
+        self._led = True
+        first, count = next(iter(self._gate.steps.items()))
+        self._watcher.post(self._step_now() + 2, {first: count + 2}, -1, 0, None, stop=True)
+
+    def _step_now(self) -> int:
+        """Optimizer steps done, in the caller's count."""
+        return self._base_step + next(iter(self._gate.steps.values()), 0)
+
+    def _after_look(self) -> None:
+        """On the watcher thread."""
+        if self._watcher.call_to_stop is not None and not self._stopping:
+            if self._calls is None:
+                self._listen()
+            self._stopping = True
+            self._watcher.acknowledge_stop()  # rank 0 names the step only when all ranks look before theirs
+        if self._calls is not None:
+            self._calls.beside()
 
     def wait(self, timeout: float | None = None) -> None:
         """Until every requested save is complete.
@@ -249,25 +374,24 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._stop(patience=self._deadlines.goodbye)
             self._part()
+            self._stop(patience=self._deadlines.goodbye)
 
     def _part(self) -> None:
-        """The rank that may host the store leaves last. By now everything is durable: a store that is gone costs nothing."""
-        end = time.monotonic() + self._deadlines.goodbye
-        missing = set(range(self._world_size)) if self._rank == 0 else set()
-        try:
-            self._goodbyes.publish(f"goodbye/{self._rank}", b"1")
-            while missing and time.monotonic() < end:
-                missing = {r for r in missing if self._goodbyes.look(f"goodbye/{r}") is None}
-                time.sleep(POLL if missing else 0)
-        except RuntimeError as error:
-            log.warning("rank %d: the store is gone before all ranks have left: %s", self._rank, error)
+        """Leave in order: the rank that may host the store last; with one caller, nobody before all others can do without it."""
+        self._watcher.enter("closing")
+        if self._calls is not None:
+            self._calls.idle = True
+        everybody = self._rank == 0 or self._calls is not None
+        say_goodbye(self._store, self._rank, self._world_size if everybody else 0, self._deadlines.goodbye)
 
     def _stop(self, patience: float) -> None:
         self._closed = True
         atexit.unregister(self._at_exit)
         self._gate.close()
+        self._watcher.stop()
+        if self._calls is not None:
+            self._calls.boundaries.close()
         if not self._service.stop(patience):
             log.error("rank %d: the service thread did not end within %.0f s", self._rank, patience)
         if self._lease is not None:
@@ -282,15 +406,21 @@ class Checkpointer:
         elif not self._closed:  # other ranks may be gone: finish the own part and leave
             self._stop(patience=self._deadlines.goodbye)
 
-    def _stage(self, save: Save) -> tuple[SavePlan, Collected]:
+    def _stage(self, save: Save, note: Note | None, later: bool) -> tuple[SavePlan, Collected]:
         """Find the state, note the small state, and copy what must be copied before `save` returns."""
         collected = collect(self._registered)
-        small = canonical({"state": collected.small, "rng": rng.capture(), "step": save.step, "rank": self._rank})
+        if note is not None:
+            collected.small.update(note.small)
+            for name, buffer in note.buffers.items():
+                if name in collected.tensors:
+                    collected.tensors[name] = Held(collected.tensors[name].spec, buffer)
+        generators = rng.capture() if note is None or note.generators is None else note.generators
+        small = canonical({"state": collected.small, "rng": generators, "step": save.step, "rank": self._rank})
         self._plan = make_plan(collected, self._rank, self._world_size, len(small), self._plan)
         self._staging.prepare(self._plan, collected.tensors)
         start = time.perf_counter()
         names = self._staging.names
-        self._staging.copy(filter(collected.volatile.__contains__, names) if self.overlap else names, collected.tensors)
+        self._staging.copy(filter(collected.volatile.__contains__, names) if later else names, collected.tensors)
         self._staging.put_small(small)
         save.captured_s = time.perf_counter() - start
         return self._plan, collected
@@ -307,7 +437,7 @@ class Checkpointer:
         given = Path(folder) if isinstance(folder, str | os.PathLike) else None
         own = folder if not isinstance(folder, str | os.PathLike) else None
         if own is None and given is not None and (self._rank == 0 or given.is_absolute()):
-            own = _make(given.absolute())
+            own = usable_folder(given.absolute())
         run = None
         if self._rank == 0:
             assert own is not None
@@ -321,7 +451,7 @@ class Checkpointer:
             if self._lease is not None:
                 self._lease.release()
             raise
-        storage = own if own is not None else _make(Path(run.folder))
+        storage = own if own is not None else usable_folder(Path(run.folder))
         return storage, run
 
     def _after_commit(self, save: Save) -> None:
@@ -337,58 +467,8 @@ class Checkpointer:
             log.info("%s", line)
 
 
-def _make(folder: Path) -> LocalFolder:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
-        raise UsageError(f"cannot use {folder} for checkpoints: it is a file, give a folder") from error
-    except OSError as error:
-        raise UsageError(f"cannot use {folder} for checkpoints: {error.strerror or error}") from error
-    if not os.access(folder, os.W_OK):
-        raise UsageError(f"cannot write to {folder}: give a folder that this user may write to")
-    return LocalFolder(folder)
-
-
-def _register(
-    model: Models, optimizer: object, lr_scheduler: object, dataloader: object, scaler: object, extra: Mapping[str, object] | None
-) -> Registered:
-    models: dict[str, nn.Module] = {}
-    for key, value in keyed(model, "model").items():
-        if not isinstance(value, nn.Module):
-            raise UsageError(f"{join('model', key)} is of type {type(value).__name__}, should be a torch.nn.Module")
-        models[key] = value
-    if not models:
-        raise UsageError("a Checkpointer needs a model")
-    optimizers = {key: bare_optimizer(value, join("optimizer", key)) for key, value in keyed(optimizer, "optimizer").items()}
-    stateful: dict[str, Any] = {}
-    groups = {"lr_scheduler": lr_scheduler, "scaler": scaler, "dataloader": dataloader}
-    for kind, given in groups.items():
-        for key, value in keyed(given, kind).items():
-            name = join(kind, key)
-            if not _stateful(value):
-                remedy = (
-                    "; use holdfast.DataLoader, torchdata's StatefulDataLoader, or Accelerate's use_stateful_dataloader"
-                    if kind == "dataloader"
-                    else ""
-                )
-                raise UsageError(f"{name} is a {type(value).__name__} without state_dict and load_state_dict{remedy}")
-            stateful[name] = value
-    for key, value in keyed(extra or {}, "extra").items():
-        if not _stateful(value) and not isinstance(value, dict | list):
-            raise UsageError(
-                f"extra[{key!r}] is a {type(value).__name__}: give an object with state_dict and load_state_dict, or a dict or list, "
-                "which is filled in place on resume"
-            )
-        stateful[join("extra", key)] = value
-    return Registered(models, optimizers, stateful, *world())
-
-
 def _nothing() -> None:
     pass
-
-
-def _stateful(value: object) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def _close_at_exit(checkpointer: Checkpointer) -> Any:

@@ -59,18 +59,22 @@ def _check_layouts(storage: Storage, folder: str, announcements: Sequence[Announ
     """All ranks that hold a placed tensor must describe it alike, else nobody could tell whose bytes are whose."""
     by_rank = [a.layout for a in announcements]
     layouts = {d: Layout.parse(storage.get(f"{folder}/{layout_file(d)}"), layout_file(d)) for d in set(by_rank)}
-    for layout in layouts.values():
-        for name, spec in layout.tensors.items():
-            if spec.placement is None:
-                continue
-            for rank in spec.placement.mesh.ranks:
-                if layouts[by_rank[rank]].tensors.get(name) != spec:
-                    raise UnsupportedState(
-                        f"{name} is laid out differently on rank {rank} than on the other ranks of its mesh: a tensor of one name has "
-                        "to be one tensor of the job (give each mesh's model a key of its own)"
-                    )
-            known = {d: other.tensors[name] for d, other in layouts.items() if name in other.tensors}
-            if any(other != spec for other in known.values()):
-                raise UnsupportedState(
-                    f"{name} stands for different tensors on different ranks (two meshes): give each mesh's model a key of its own"
-                )
+    placed = [
+        (name, spec, layouts[by_rank[rank]].tensors.get(name), rank)
+        for layout in layouts.values()
+        for name, spec in layout.tensors.items()
+        if spec.placement is not None
+        for rank in spec.placement.mesh.ranks
+    ]
+    for name, _, theirs, rank in placed:
+        if theirs is None:
+            raise UnsupportedState(
+                f"{name} would be written once for all ranks that hold it, and rank {rank} has none: state that only some ranks have "
+                "cannot be saved under DDP"
+            )
+    for name, spec, theirs, rank in placed:
+        if theirs != spec:
+            raise UnsupportedState(
+                f"{name} is laid out differently on rank {rank} than on others of its mesh: a tensor of one name has to be one tensor "
+                "of the whole job"
+            )

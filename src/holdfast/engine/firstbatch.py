@@ -26,7 +26,7 @@ def before_first_batch(loader: Any, action: Callable[[], None]) -> None:
     def iterate(self: Any) -> Iterator[Any]:
         self.__class__ = kind
         iterator = iter(self)
-        late = isinstance(iterator, GeneratorType) and not getattr(self, "draws_nothing", False)
+        late = isinstance(getattr(iterator, "inner", iterator), GeneratorType) and not getattr(self, "draws_nothing", False)
         if not late:
             action()
         for batch in iterator:

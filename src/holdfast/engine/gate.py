@@ -36,20 +36,30 @@ class Capture:
 
 
 class Gate:
-    """Hooks on the optimizers of one Checkpointer. All methods but `Capture.done.set` belong to the training thread."""
+    """Hooks on the optimizers of one Checkpointer.
+
+    All methods belong to the training thread but `begin_beside`, with which the watcher starts a copy of its own while the
+    training thread is elsewhere, and `Capture.done.set`.
+    """
 
     def __init__(self, optimizers: dict[str, torch.optim.Optimizer], deadline: float) -> None:
         self._deadline = deadline
         self._capture: Capture | None = None
         self._mutating = 0
         self._charged: Charged | None = None
+        self._lock = threading.Lock()
+        self._stepping = False
+        self.before_step: Callable[[str], None] | None = None
+        """Called with the optimizer's key before every step, with the gate open."""
+
+        self.after_step: Callable[[], None] | None = None
         self.steps = dict.fromkeys(optimizers, 0)
         self._optimizers = optimizers
         self._own_steps = {key: own_counter(o) for key, o in optimizers.items()}
         self._handles = []
         for key, optimizer in optimizers.items():
             self._handles += [
-                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_pre_hook(self._before(key)),
                 optimizer.register_step_post_hook(self._counter(key)),
                 optimizer.register_load_state_dict_post_hook(lambda _: self.resumed()),
             ]
@@ -64,9 +74,20 @@ class Gate:
         """A copy begins; from now on the gate is closed until its `done` is set."""
         if self._mutating:
             raise UsageError("save() was called inside `with checkpointer.mutating()`: the state is not one to keep; save after it")
-        self.wait()
-        self._capture = Capture()
-        return self._capture
+        while True:
+            self.wait()
+            with self._lock:
+                if self._capture is None:
+                    self._capture = Capture()
+                    return self._capture
+
+    def begin_beside(self, allowed: Callable[[], bool]) -> Capture | None:
+        """Begin a copy from another thread, if no step, change or copy is under way and `allowed()` holds just then."""
+        with self._lock:
+            if self._stepping or self._mutating or self._capture is not None or not allowed():
+                return None
+            self._capture = Capture()
+            return self._capture
 
     def charge(self, save: Charged) -> None:
         """Count what the training thread waits for the copy under way as blocked by `save`."""
@@ -84,12 +105,25 @@ class Gate:
                 log.error("the copy of the state was not done after %.0f s: it is void, and the training goes on", self._deadline)
             if self._charged is not None:
                 self._charged.blocked_s += time.perf_counter() - start
-        self._capture = None
+        with self._lock:
+            if self._capture is capture:
+                self._capture = None
+
+    def _close_for_others(self, enter: Callable[[], None]) -> None:
+        """Wait for a copy under way, and let none begin from then on: `enter` says why."""
+        while True:
+            self.wait()
+            with self._lock:
+                if self._capture is None:
+                    enter()
+                    return
 
     @contextmanager
     def mutating(self) -> Iterator[None]:
-        self.wait()
-        self._mutating += 1
+        def enter() -> None:
+            self._mutating += 1
+
+        self._close_for_others(enter)
         try:
             yield
         finally:
@@ -117,15 +151,26 @@ class Gate:
     def _counter(self, key: str) -> Callable[..., None]:
         def after_step(*_: Any) -> None:
             self.steps[key] += 1
+            self._stepping = False
+            if self.after_step is not None:
+                self.after_step()
 
         after_step._torchdynamo_disable = True  # type: ignore[attr-defined]
         return after_step
 
-    def _before_step(self, *_: Any) -> None:
-        self.wait()
+    def _before(self, key: str) -> Callable[..., None]:
+        def enter() -> None:
+            self._stepping = True
 
-    # A hook that waits cannot be traced; the attribute is what torch.compiler.disable sets, without importing dynamo.
-    _before_step._torchdynamo_disable = True  # type: ignore[attr-defined]
+        def before_step(*_: Any) -> None:
+            self._stepping = False  # a step that raised never came to its post-hook
+            if self.before_step is not None:
+                self.before_step(key)
+            self._close_for_others(enter)
+
+        # A hook that waits cannot be traced; the attribute is what torch.compiler.disable sets, without importing dynamo.
+        before_step._torchdynamo_disable = True  # type: ignore[attr-defined]
+        return before_step
 
 
 def own_counter(optimizer: torch.optim.Optimizer) -> int | None:

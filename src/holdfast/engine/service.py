@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from holdfast.core.documents import canonical, digest
 from holdfast.core.manifest import BLOCK, Announcement, Receipt, rank_file
 from holdfast.engine import commit, writer
 from holdfast.engine.blocks import BlockFile
@@ -30,6 +31,7 @@ from holdfast.engine.plan import SavePlan
 from holdfast.engine.retention import remove_attempts
 from holdfast.engine.store import Run, Store, name_ranks
 from holdfast.engine.verify import bad_blocks
+from holdfast.engine.watch import last_seen
 from holdfast.errors import CorruptCheckpoint, DeadlineExceeded, HoldfastError, SaveFailed
 from holdfast.storage import Storage
 
@@ -201,6 +203,7 @@ class Service:
             captured_s=save.captured_s,
             written_s=save.written_s,
             metric=save.metric,
+            groups=_groups_digest(job.collected),
         )
         if self._read_back or save.replaces_verified:
             self._check(BlockFile(self._storage, f"{save.folder}/{name}", plan.image_size, blocks))
@@ -305,10 +308,17 @@ class Service:
     def _missing(self, save: Save) -> str:
         waited = f"after {self._deadlines.commit:.0f} s"
         absent = [r for r in range(self._world_size) if self._store.look(f"{save.index}/receipt/{r}") is None]
+        seen = "; ".join(last_seen(self._store, r) for r in absent[:5])
         return (
-            f"{name_ranks(absent)} did not deliver {waited}: every rank has to call save({save.step}), "
-            "and its disk has to take its part in that time; look into their logs"
+            f"{name_ranks(absent)} did not deliver {waited}: {seen}. Every rank has to call save({save.step}) (or one, with "
+            "one_caller=True), and its disk has to take its part in that time; look into their logs"
         )
+
+
+def _groups_digest(collected: Collected) -> str:
+    """Of the values in all parameter groups, which are the same on all ranks unless an optimizer keeps its own."""
+    groups = {key: state for key, state in collected.small.items() if key.partition(".")[0] == "optimizer"}
+    return digest(canonical({key: [group["values"] for group in state["groups"]] for key, state in groups.items()}))
 
 
 def _nobody_commits(failure: bytes) -> bool:

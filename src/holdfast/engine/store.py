@@ -44,6 +44,10 @@ class Store(Protocol):
         """Add to a counter and return it."""
         ...
 
+    def claim(self, key: str, value: bytes) -> bytes:
+        """Set a key if nobody has; returns what it holds then."""
+        ...
+
     def delete(self, key: str) -> None:
         """Remove a key; not an error when it is not set."""
         ...
@@ -69,6 +73,10 @@ class LocalStore:
             total = int(self._values.get(key, b"0")) + amount
             self._values[key] = str(total).encode()
             return total
+
+    def claim(self, key: str, value: bytes) -> bytes:
+        with self._lock:
+            return self._values.setdefault(key, value)
 
     def delete(self, key: str) -> None:
         with self._lock:
@@ -103,6 +111,10 @@ class SharedStore:
         with self._lock:
             return int(self._store.add(key, amount))
 
+    def claim(self, key: str, value: bytes) -> bytes:
+        with self._lock:
+            return bytes(self._store.compare_set(key, "", value.decode()))
+
     def delete(self, key: str) -> None:
         with self._lock:
             self._store.delete_key(key)
@@ -123,19 +135,23 @@ class Below:
     def add(self, key: str, amount: int) -> int:
         return self._store.add(f"{self._prefix}/{key}", amount)
 
+    def claim(self, key: str, value: bytes) -> bytes:
+        return self._store.claim(f"{self._prefix}/{key}", value)
+
     def delete(self, key: str) -> None:
         self._store.delete(f"{self._prefix}/{key}")
 
 
-def connect(world_size: int, deadlines: Deadlines) -> tuple[Store, Store]:
-    """Two connections for this process's next Checkpointer: its training thread's and its service thread's."""
+def connect(world_size: int, deadlines: Deadlines) -> tuple[Store, Store, Store]:
+    """Connections for this process's next Checkpointer: its training, its service and its watcher thread's."""
     global _instances
     _instances += 1
     if world_size == 1:
         local = LocalStore()
-        return local, local
+        return local, local, local
     prefix = f"holdfast/{_instances}"
-    return SharedStore(prefix, deadlines.store), SharedStore(prefix, deadlines.store)
+    training, service, watcher = (SharedStore(prefix, deadlines.store) for _ in range(3))
+    return training, service, watcher
 
 
 @dataclass(frozen=True, slots=True)

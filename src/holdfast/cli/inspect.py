@@ -1,0 +1,80 @@
+"""The flags of `holdfast verify` and `holdfast repair`, and what becomes of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from holdfast.errors import CheckpointNotFound
+
+
+@dataclass
+class Verify:
+    """Read checkpoints back, check every byte against its hash, and name what does not hold. Exit code 1 if something does not."""
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """A checkpoint, or an output folder: then all of its complete checkpoints."""
+
+
+@dataclass
+class Repair:
+    """Complete checkpoints of a dead job that only lack their manifest, and remove what its interrupted saves left."""
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """The output folder; no job may be saving to it."""
+
+
+def run_verify(options: Verify) -> int:
+    from holdfast.engine.resume import survey
+    from holdfast.engine.verify import verify
+    from holdfast.storage import LocalFolder
+
+    if (options.folder / "manifest.json").is_file():
+        storage, names = LocalFolder(options.folder.absolute().parent), [options.folder.absolute().name]
+        bad = 0
+    else:
+        storage = LocalFolder(options.folder)
+        found = survey(storage)
+        names = [c.folder for c in found.complete]
+        for line in found.unusable:
+            print(f"DAMAGED {line}")
+        bad = len(found.unusable)
+        if not names and not bad:
+            raise CheckpointNotFound(f"there is no complete checkpoint in {options.folder}")
+    for name in names:
+        damages = verify(storage, name, _progress(name))
+        print(f"{'DAMAGED' if damages else 'whole  '} {name}")
+        for damage in damages:
+            print(f"        {damage}")
+        bad += bool(damages)
+    return 1 if bad else 0
+
+
+def _progress(name: str) -> Callable[[int, int], None] | None:
+    """A line that counts the ranks' files, where somebody looks at it."""
+    if not sys.stderr.isatty():
+        return None
+
+    def show(done: int, total: int) -> None:
+        print(f"\r{name}: {done} of {total} files", end="\n" if done == total else "", file=sys.stderr)
+
+    return show
+
+
+def run_repair(options: Repair) -> int:
+    from holdfast.engine.lease import Lease
+    from holdfast.engine.resume import survey, tidy
+    from holdfast.storage import LocalFolder
+
+    if not options.folder.is_dir():
+        raise CheckpointNotFound(f"there is no folder {options.folder}")
+    storage = LocalFolder(options.folder)
+    Lease(storage).await_free(survey(storage).complete)
+    done = tidy(storage)
+    print("\n".join(done) if done else f"{options.folder}: nothing to repair")
+    return 0

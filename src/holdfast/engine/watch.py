@@ -1,0 +1,230 @@
+"""The watcher thread of a rank: it alone keeps an eye on the store while the training runs.
+
+It looks for requests to save and for the call to stop (a few times a second, and at once when the training thread asks),
+publishes the rank's heartbeat, and passes a signal on that the main thread, deep in a collective, cannot see. It has a
+connection of its own and never writes files, so that neither a slow disk nor a long capture delays a look.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from holdfast.core.documents import canonical
+from holdfast.engine.deadlines import POLL, Deadlines
+from holdfast.engine.store import Store
+from holdfast.errors import UsageError
+
+log = logging.getLogger("holdfast")
+
+IDLE = 0.1
+"""Seconds between two looks when nobody asks for one."""
+
+BEAT = 2.0
+"""Seconds between two heartbeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A wish for a checkpoint: `steps` are the optimizers' counts (by key) at which every rank's state is wanted, `batches`
+    how many the caller had taken from its loader; with `stop` the run ends there."""
+
+    index: int
+    step: int
+    steps: dict[str, int]
+    batches: int
+    caller: int
+    metric: float | None = None
+    stop: bool = False
+
+
+class Watcher:
+    """Requests in index order, as this rank has seen them. `on_request` runs on the watcher thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        deadlines: Deadlines,
+        *,
+        on_look: Callable[[], None],
+        step: Callable[[], int],
+        idle: float = IDLE,
+    ) -> None:
+        self._store, self._rank, self._deadlines, self._idle = store, rank, deadlines, idle
+        self._on_look, self._step = on_look, step
+        self._condition = threading.Condition()
+        self._wanted = self._done = 0
+        self._stopping = False
+        self.requests: dict[int, Request] = {}
+        self.call_to_stop: dict[str, object] | None = None
+        self._phase, self._since = "starting", time.monotonic()
+        self._beats = 0
+        self._signal_pipe: tuple[int, int] | None = None
+        self._thread = threading.Thread(target=self._watch, name="holdfast-watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        with self._condition:
+            self._stopping = True
+            self._condition.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(self._deadlines.store)
+        self._unhook_signals()
+
+    def enter(self, phase: str) -> None:
+        """What this rank's training thread is doing, for its heartbeat."""
+        self._phase, self._since = phase, time.monotonic()
+
+    def look_now(self) -> bool:
+        """Have the store looked at by a look that begins after this call; False when it did not come back in time."""
+        with self._condition:
+            self._wanted += 1
+            mine = self._wanted
+            self._condition.notify_all()
+            return self._condition.wait_for(lambda: self._done >= mine or self._stopping, self._deadlines.store)
+
+    def post(self, step: int, steps: dict[str, int], batches: int, occurrence: int, metric: float | None, stop: bool) -> Request | None:
+        """Ask all ranks for a checkpoint; returns when the store has it. None when another rank asked for the same before."""
+        claim = f"claim/{canonical(steps).decode()}/{occurrence}"
+        if self._store.claim(claim, str(self._rank).encode()) != str(self._rank).encode():
+            return None
+        index = self._store.add("issued", 1)
+        request = Request(index, step, steps, batches, self._rank, metric, stop)
+        self._store.publish(f"request/{index}", canonical(asdict(request)))
+        return request
+
+    def acknowledge_stop(self) -> None:
+        """Tell the others that this rank looks for requests before each of its steps."""
+        self._store.publish(f"stopping/{self._rank}", b"1")
+
+    def hook_signals(self, signals: Sequence[signal.Signals]) -> None:
+        """Take these signals: a byte in a pipe is written at once, wherever the main thread is."""
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError("stop_signals need a Checkpointer that is made on the main thread")
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        for number in signals:
+            signal.signal(number, _seen)
+        self._signal_pipe = read, write
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=_forget_wakeup)
+
+    def _unhook_signals(self) -> None:
+        if self._signal_pipe is None:
+            return
+        if threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(-1)
+        for end in self._signal_pipe:
+            os.close(end)
+        self._signal_pipe = None
+
+    def _watch(self) -> None:
+        last_beat = -BEAT
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._wanted > self._done or self._stopping, self._idle)
+                if self._stopping:
+                    return
+                answering = self._wanted
+            try:
+                self._read_signals()
+                self._look()
+                if time.monotonic() - last_beat >= BEAT:
+                    self._beat()
+                    last_beat = time.monotonic()
+            except RuntimeError as error:  # the store: a rank that hosts it may be gone
+                log.debug("rank %d: the store does not answer: %s", self._rank, error)
+                time.sleep(IDLE)
+            with self._condition:
+                self._done = answering
+                self._condition.notify_all()
+            self._on_look()
+
+    def _look(self) -> None:
+        issued = self._store.add("issued", 0)
+        for index in range(1, issued + 1):
+            if index in self.requests:
+                continue
+            data = self._store.look(f"request/{index}")
+            if data is None:
+                break  # its caller is still inside save(): no rank can have finished the step after it
+            self.requests[index] = Request(**json.loads(data))
+        if self.call_to_stop is None and (told := self._store.look("stop")) is not None:
+            self.call_to_stop = json.loads(told)
+
+    def _read_signals(self) -> None:
+        if self._signal_pipe is None:
+            return
+        try:
+            numbers = os.read(self._signal_pipe[0], 64)
+        except BlockingIOError:
+            return
+        if numbers and self.call_to_stop is None:  # schedulers signal every process, launchers repeat: all of it is one call
+            told = {"rank": self._rank, "host": socket.gethostname(), "signal": signal.Signals(numbers[0]).name}
+            self._store.claim("stop", json.dumps(told).encode())
+            log.warning("rank %d received %s: all ranks will save and stop", self._rank, told["signal"])
+
+    def _beat(self) -> None:
+        self._beats += 1
+        beat = {
+            "beat": self._beats,
+            "phase": self._phase,
+            "step": self._step(),
+            "for_s": round(time.monotonic() - self._since, 1),
+            "host": socket.gethostname(),
+        }
+        self._store.publish(f"beat/{self._rank}", json.dumps(beat).encode())
+
+
+def last_seen(store: Store, rank: int) -> str:
+    """What a rank last said of itself, for a message that names it."""
+    data = store.look(f"beat/{rank}")
+    if data is None:
+        return f"rank {rank} (never heard of)"
+    beat = json.loads(data)
+    return f"rank {rank} ({beat['host']}, last seen at step {beat['step']} in phase '{beat['phase']}' for {beat['for_s']:.0f} s)"
+
+
+def say_goodbye(store: Store, rank: int, world_size: int, patience: float) -> None:
+    """Tell the others that this rank leaves, and wait until the first `world_size` ranks have said so, too.
+
+    A rank that is missing is waited for as long as its heart beats, and `patience` seconds longer. By now everything of this rank's
+    own is durable: a store that is gone costs nothing.
+    """
+    missing = set(range(world_size))
+    beats: dict[int, bytes | None] = {}
+    end = time.monotonic() + patience
+    try:
+        store.publish(f"goodbye/{rank}", b"1")
+        while missing and time.monotonic() < end:
+            missing = {r for r in missing if store.look(f"goodbye/{r}") is None}
+            for r in missing:
+                if (beat := store.look(f"beat/{r}")) != beats.get(r):
+                    beats[r], end = beat, time.monotonic() + patience
+            time.sleep(POLL if missing else 0)
+        if missing:
+            seen = "; ".join(last_seen(store, r) for r in sorted(missing)[:5])
+            log.warning("rank %d leaves although %d others have not said goodbye: %s", rank, len(missing), seen)
+    except RuntimeError as error:
+        log.warning("rank %d: the store is gone before all ranks have left: %s", rank, error)
+
+
+def _seen(number: int, frame: object) -> None:
+    """The pipe has it already; this only keeps the default action from ending the process."""
+
+
+def _forget_wakeup() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.set_wakeup_fd(-1)
