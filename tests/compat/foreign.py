@@ -209,3 +209,82 @@ def resume(folder: Path, with_scheduler: bool = True) -> State:
     checkpointer.save(begun_at + 1)
     checkpointer.close()
     return state
+
+
+def write_native_llama(folder: Path, base: Path) -> dict[str, torch.Tensor]:
+    """A Llama under FSDP2, two steps, saved by Holdfast; returns its weights, gathered."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
+
+    import holdfast
+
+    model = AutoModelForCausalLM.from_pretrained(base)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
+    for seed in (0, 1):
+        ids = torch.randint(3, 300, (2, 8), generator=torch.Generator().manual_seed(seed))
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    checkpointer = holdfast.Checkpointer(folder, model=model, optimizer=optimizer, lr_scheduler=scheduler)
+    checkpointer.save(2)
+    checkpointer.close()
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+def write_native(folder: Path) -> State:
+    """`Net` under FSDP2, three steps, saved by Holdfast."""
+    import holdfast
+
+    model, optimizer, scheduler = sharded()
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(70 + dist.get_rank())
+    for _ in range(3):
+        step(model, optimizer, scheduler)
+    checkpointer = holdfast.Checkpointer(folder, model=model, optimizer=optimizer, lr_scheduler=scheduler)
+    checkpointer.save(3)
+    checkpointer.close()
+    return State(snapshot(model, optimizer), draws(), scheduler.get_last_lr())
+
+
+def load_dcp(folder: Path) -> dict[str, Any]:
+    """Read a DCP folder into a sharded model and its optimizer by torch's own functions."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        get_model_state_dict,
+        get_optimizer_state_dict,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    model, optimizer, _ = sharded()
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+    return snapshot(model, optimizer)
+
+
+def load_accelerate(folder: Path, version: str) -> State:
+    """Read a folder with `accelerator.load_state` alone."""
+    accelerator = accelerator_for(version, "SHARDED_STATE_DICT")
+    model = build()
+    if version == "1":
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(optimizer_of(model))
+    else:
+        model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer.optimizer, T_max=20))
+    if version == "1":  # under FSDP1 accelerate 1.15 reads only what the optimizer has already, so nothing into a fresh one
+        step(model, optimizer, scheduler)
+    accelerator.load_state(str(folder))
+    drawn = draws()
+    state = gathered(accelerator, model, optimizer) if version else snapshot(model, optimizer.optimizer)
+    return State(state, drawn, scheduler.scheduler.get_last_lr())

@@ -35,6 +35,7 @@ from holdfast.engine.plan import STATE_TENSOR
 from holdfast.engine.resume import survey
 from holdfast.errors import CorruptCheckpoint
 from holdfast.formats.foreign import Source
+from holdfast.formats.safetensors_out import Buffered, as_bytes
 from holdfast.storage import FileWriter, Storage
 
 PIECE = 16 * BLOCK
@@ -67,7 +68,7 @@ def write_checkpoint(
     owner = _spread(tensors, world_size)
     specs = {name: _spec(name, part, owner[name]) for name, part in tensors.items()}
     layout = Layout(world_size, specs, dict(aliases))
-    sequence = 1 + max((complete.order[0] for complete in survey(storage)[0]), default=0)
+    sequence = 1 + max((complete.order[0] for complete in survey(storage).complete), default=0)
     attempt = attempt_name(secrets.token_hex(8), 1)
     storage.make_folder(folder)
     storage.put(f"{folder}/{layout_file(layout.digest)}", layout.encoded)
@@ -115,50 +116,29 @@ def _write_file(
     size = entries[STATE_TENSOR].stop
     file = storage.create(path, size)
     try:
-        stream = _HashedStream(file)
+        stream = _Hashed(file)
         stream.write(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         for name, _, _ in stored:
             tensor = sources[name].read()
             if tensor.dtype != sources[name].dtype or tuple(tensor.shape) != sources[name].shape:
                 raise CorruptCheckpoint(f"{name} is {tensor.dtype} {list(tensor.shape)}, announced was {sources[name]}")
             assert tensor.numel() * item_size(specs[name].dtype) == entries[name].nbytes
-            stream.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+            stream.write(as_bytes(tensor))
         stream.write(torch.frombuffer(bytearray(small), dtype=torch.uint8))
-        blocks = stream.finish()
+        stream.flush()
         file.close(size)
     except BaseException:
         file.abort()
         raise
-    return size, blocks
+    return size, tuple(stream.hashes)
 
 
-class _HashedStream:
-    """Bytes through one buffer into the file, every block hashed on the way."""
+class _Hashed(Buffered):
+    """Hashes every block on its way into the file."""
 
     def __init__(self, file: FileWriter) -> None:
-        self._file = file
-        self._buffer = bytearray(PIECE)
-        self._bytes = torch.frombuffer(self._buffer, dtype=torch.uint8)
-        self._filled = 0
-        self._hashes: list[str] = []
+        super().__init__(file, PIECE)
+        self.hashes: list[str] = []
 
-    def write(self, data: torch.Tensor) -> None:
-        done = 0
-        while done < len(data):
-            n = min(PIECE - self._filled, len(data) - done)
-            self._bytes[self._filled : self._filled + n].copy_(data[done : done + n])
-            self._filled += n
-            done += n
-            if self._filled == PIECE:
-                self._flush()
-
-    def _flush(self) -> None:
-        view = memoryview(self._buffer)[: self._filled]
-        self._hashes += [digest(view[i : i + BLOCK]) for i in range(0, self._filled, BLOCK)]
-        self._file.write(view)
-        self._filled = 0
-
-    def finish(self) -> tuple[str, ...]:
-        if self._filled:
-            self._flush()
-        return tuple(self._hashes)
+    def seen(self, data: memoryview) -> None:
+        self.hashes += [digest(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK)]

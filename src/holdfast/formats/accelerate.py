@@ -44,14 +44,13 @@ def read_accelerate(folder: Path, kind: str, base: Path | None = None) -> Foreig
     """
     foreign = Foreign(kind, folder)
     foreign.rng = [_generators(path, rank) for rank, path in enumerate(_rng_files(folder))]
-    ranks = max(1, len(foreign.rng))
-    foreign.models = list(_models(folder, ranks, base))
+    foreign.models = list(_models(folder, base))
     if not foreign.models:
         raise CheckpointNotFound(
             f"{folder} holds no model that is read: neither model.safetensors, pytorch_model.bin, pytorch_model_fsdp.bin nor "
             "pytorch_model_fsdp_0/. DeepSpeed and Megatron folders are converted with their own tools first"
         )
-    foreign.optimizers = list(_optimizers(folder, ranks))
+    foreign.optimizers = list(_optimizers(folder))
     if not foreign.optimizers:
         foreign.left_out.append("no optimizer state is in the folder: the optimizer begins anew")
     schedulers = list(_numbered(folder, "scheduler", (".bin", ".pt")))
@@ -89,29 +88,29 @@ def _numbered(folder: Path, stem: str, suffixes: tuple[str, ...]) -> Iterator[Pa
         yield found[0]
 
 
-def _models(folder: Path, ranks: int, base: Path | None) -> Iterator[ForeignModel]:
+def _models(folder: Path, base: Path | None) -> Iterator[ForeignModel]:
     for i in range(1 << 20):
         number = f"_{i}" if i else ""
         sharded = folder / f"pytorch_model_fsdp_{i}"
         if (sharded / METADATA).is_file():
             yield model_of(DcpFolder(sharded), ("model",))
         elif (full := folder / f"pytorch_model_fsdp{number}.bin").is_file():
-            yield of_state_dict(load_pickle(full), 1)
+            yield of_state_dict(load_pickle(full))
         elif files := _rank_files(folder, f"pytorch_model_fsdp_{i}") or _rank_files(folder, f"pytorch_model_fsdp{number}"):
             yield merge_model(files)
         elif i == 0 and (adapter := next((f for n in ADAPTER_FILES if (f := folder / n).is_file()), None)) is not None:
             yield adapter_of(adapter, base)
         elif i == 0 and any(folder.glob("*model*.index.json")):
-            yield weights_of_folder(folder, ranks)
+            yield weights_of_folder(folder)
         else:
             names = [f"model{number}.safetensors", f"pytorch_model{number}.bin"]
             found = [path for name in names if (path := folder / name).is_file()]
             if not found:
                 return
-            yield weights_of_file(found[0], ranks)
+            yield weights_of_file(found[0])
 
 
-def _optimizers(folder: Path, ranks: int) -> Iterator[ForeignOptimizer]:
+def _optimizers(folder: Path) -> Iterator[ForeignOptimizer]:
     for i in range(1 << 20):
         number = f"_{i}" if i else ""
         if (folder / f"optimizer_{i}" / METADATA).is_file():

@@ -79,20 +79,14 @@ def clean(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def without_ddp(names: Mapping[str, Any], ranks: int) -> bool:
-    """Whether every name begins with DDP's own `module.`, which only a job of several ranks adds."""
-    return ranks > 1 and bool(names) and all(name.startswith("module.") for name in names)
-
-
-def of_state_dict(state: Mapping[str, Any], ranks: int) -> ForeignModel:
+def of_state_dict(state: Mapping[str, Any]) -> ForeignModel:
     """A model's state dict as `torch.load` gives it: names that share a whole tensor are one tensor's names."""
-    cut = 7 if without_ddp(state, ranks) else 0
     model = ForeignModel({}, ordered=True)
     first: dict[tuple[object, ...], str] = {}
     for raw, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             continue  # `_extra_state` and the like
-        name = clean(raw[cut:])
+        name = clean(raw)
         identity = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
         known = first.setdefault(identity, name) if tensor.numel() else name
         if known != name:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint
-from holdfast.formats.foreign import ForeignModel, Source, clean, of_state_dict, without_ddp
+from holdfast.formats.foreign import ForeignModel, Source, clean, of_state_dict
 from holdfast.formats.huggingface import StoredTensor, stored_tensors, tensors_of_file
 from holdfast.formats.pickles import load_pickle
 from holdfast.storage import LocalFolder
@@ -24,7 +24,7 @@ DTYPES = {
 _BIN_INDEX = "pytorch_model.bin.index.json"
 
 
-def weights_of_folder(folder: Path, ranks: int = 1) -> ForeignModel:
+def weights_of_folder(folder: Path) -> ForeignModel:
     """The model in `folder`, in any layout that transformers, diffusers or accelerate write.
 
     Raises:
@@ -33,20 +33,20 @@ def weights_of_folder(folder: Path, ranks: int = 1) -> ForeignModel:
         IncompatibleCheckpoint: a pickle holds other things than tensors.
     """
     if (folder / "pytorch_model.bin").is_file():
-        return of_state_dict(load_pickle(folder / "pytorch_model.bin"), ranks)
+        return of_state_dict(load_pickle(folder / "pytorch_model.bin"))
     if (folder / _BIN_INDEX).is_file():
-        return _of_bin_index(folder, ranks)
-    return of_safetensors(folder, stored_tensors(LocalFolder(folder)), ranks)
+        return _of_bin_index(folder)
+    return of_safetensors(folder, stored_tensors(LocalFolder(folder)))
 
 
-def weights_of_file(path: Path, ranks: int = 1) -> ForeignModel:
+def weights_of_file(path: Path) -> ForeignModel:
     """The model in one file, a pickle or safetensors."""
     if path.suffix == ".safetensors":
-        return of_safetensors(path.parent, tensors_of_file(LocalFolder(path.parent), path.name), ranks)
-    return of_state_dict(load_pickle(path), ranks)
+        return of_safetensors(path.parent, tensors_of_file(LocalFolder(path.parent), path.name))
+    return of_state_dict(load_pickle(path))
 
 
-def of_safetensors(folder: Path, stored: dict[str, StoredTensor], ranks: int = 1) -> ForeignModel:
+def of_safetensors(folder: Path, stored: dict[str, StoredTensor]) -> ForeignModel:
     """What lies in safetensors files of `folder`: read from there when it is asked for."""
     storage = LocalFolder(folder)
 
@@ -61,11 +61,10 @@ def of_safetensors(folder: Path, stored: dict[str, StoredTensor], ranks: int = 1
 
         return Source(DTYPES[entry.dtype], entry.shape, read)
 
-    cut = 7 if without_ddp(stored, ranks) else 0
-    return ForeignModel({clean(name[cut:]): source(tensor) for name, tensor in stored.items()})
+    return ForeignModel({clean(name): source(tensor) for name, tensor in stored.items()})
 
 
-def _of_bin_index(folder: Path, ranks: int) -> ForeignModel:
+def _of_bin_index(folder: Path) -> ForeignModel:
     path = folder / _BIN_INDEX
     try:
         weight_map: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
@@ -79,4 +78,4 @@ def _of_bin_index(folder: Path, ranks: int) -> ForeignModel:
         merged |= load_pickle(folder / file)
     if missing := sorted(weight_map.keys() - merged.keys()):
         raise CorruptCheckpoint(f"{path} names {missing[0]}, which none of its files holds")
-    return of_state_dict(merged, ranks)
+    return of_state_dict(merged)
