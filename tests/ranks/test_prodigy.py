@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, ShardingStrategy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
@@ -175,9 +175,16 @@ def wrapped(kind: str) -> nn.Module:
     model, world = make_model(), dist.get_world_size()
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model)
-    if kind == "fsdp1":
-        return FSDP1(model, device_id=torch.device("cpu"))
     options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (world,))}
+    if kind.startswith("fsdp1"):
+        flat: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": "original" in kind}
+        if "hybrid" in kind:
+            flat["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
+            flat["device_mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        elif "whole" in kind:
+            flat["sharding_strategy"] = ShardingStrategy.NO_SHARD
+        model.first = FSDP1(model.first, **flat)
+        return FSDP1(model, **flat)
     if kind == "hsdp":
         options["mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     elif kind == "offload":
@@ -194,6 +201,8 @@ def run_ranks(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
         whole = param.full_tensor() if isinstance(param, DTensor) else param
         weights[name.removeprefix("module.")] = whole.detach().clone()
         for key in ("s", "p0", "exp_avg", "exp_avg_sq"):
+            if not param.numel():
+                continue  # an original parameter of FSDP1 of which this rank holds nothing
             tensor = optimizer.state[param][key]
             placed_as_parameter &= type(tensor) is type(param.data) and tensor.shape == param.shape
             if isinstance(param, DTensor):
@@ -203,11 +212,12 @@ def run_ranks(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("kind", "world_size"),
-    [("ddp", 2), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3), ("offload", 2), ("hsdp", 4), ("fsdp1", 2), ("fsdp1", 3)],
+    [("ddp", 2), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3), ("offload", 2), ("hsdp", 4), ("fsdp1", 2), ("fsdp1", 3)]
+    + [("fsdp1 original", 2), ("fsdp1 hybrid", 4), ("fsdp1 hybrid original", 4), ("fsdp1 whole", 2), ("fsdp1 whole original", 2)],
 )
 def test_d_is_that_of_one_process(pool: RankPool, kind: str, world_size: int) -> None:
     # A flat parameter of FSDP1 is of one param group only: there, no decay that differs between the two.
-    settings = {"weight_decay": 0.0 if kind == "fsdp1" else 0.01, "use_bias_correction": True, "d0": 1e-5}
+    settings = {"weight_decay": 0.0 if kind.startswith("fsdp1") else 0.01, "use_bias_correction": True, "d0": 1e-5}
     model = make_model()
     _, expected = train(model, **settings)
     results = pool.run(run_ranks, world_size, kind, settings)
@@ -217,9 +227,10 @@ def test_d_is_that_of_one_process(pool: RankPool, kind: str, world_size: int) ->
         assert result["history"] == results[0]["history"]  # to the bit, on every rank, at every step
         for got, one in zip(result["history"], expected, strict=True):
             assert got[0] == pytest.approx(one[0], rel=TOLERANCE)
+            assert got[1] == pytest.approx(one[1], rel=TOLERANCE)
             assert got[2] == pytest.approx(one[2], rel=TOLERANCE)
         assert result["placed_as_parameter"]
-    if kind != "fsdp1":
+    if not kind.startswith("fsdp1"):
         for name, param in model.named_parameters():
             torch.testing.assert_close(results[0]["weights"][name], param.detach(), rtol=1e-4, atol=1e-6)
 

@@ -28,6 +28,7 @@ for each of these.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +36,10 @@ from typing import Any
 import prodigyopt
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+
+from holdfast.engine.fsdp1 import shard_group
 
 # Over which groups a parameter's sums are to be added up, and the type of device that these groups work on.
 _Reduction = tuple[str, tuple[dist.ProcessGroup, ...]]
@@ -43,11 +47,11 @@ _WHOLE: _Reduction = ("cpu", ())
 
 
 class Prodigy(prodigyopt.Prodigy):  # type: ignore[misc]  # the library has no types
-    """`prodigyopt.Prodigy`, with the same arguments, for one process, DDP, FSDP2 and HSDP, with or without CPU offload.
+    """`prodigyopt.Prodigy`, with the same arguments, for one process, DDP, FSDP1, FSDP2 and HSDP, with or without CPU offload.
 
-    Parameters that are DTensors are treated by their mesh and placements; a plain tensor counts as whole on every rank,
-    unless it is a flat parameter of FSDP1 (or its param group has `fsdp_in_use=True`): then as this rank's own part of
-    it, in the default process group.
+    Parameters that are DTensors are treated by their mesh and placements, those of FSDP1 by the group of their unit; a
+    plain tensor counts as whole on every rank (unless its param group has `fsdp_in_use=True`: then as this rank's own part
+    of it, in the default process group).
 
     `d`, `d_max`, `d_numerator`, `d_denom` and `d_hat` are plain floats in every param group, equal on all ranks.
     """
@@ -109,7 +113,7 @@ class Prodigy(prodigyopt.Prodigy):  # type: ignore[misc]  # the library has no t
             stride = group["slice_p"]
             updates.append([])
             for param in group["params"]:
-                partial = sums.setdefault(_reduction(param, group["fsdp_in_use"]), _Sums())
+                partial = sums.setdefault(self._reduction(param, group["fsdp_in_use"]), _Sums())
                 if param.grad is None:
                     continue
                 state = self._initialised(param, beta1, stride)
@@ -131,6 +135,19 @@ class Prodigy(prodigyopt.Prodigy):  # type: ignore[misc]  # the library has no t
                 s.mul_(beta3).add_(observed.reshape(s.shape), alpha=(d / group["d0"]) * weight)
                 partial.denominators.append(s.flatten().abs().sum())
         return updates, sums
+
+    def _reduction(self, param: torch.Tensor, own_part: bool) -> _Reduction:
+        """Over which ranks the sums of `param` have to be added up."""
+        if getattr(param, "_fsdp_flattened", False):
+            groups: dict[int, dist.ProcessGroup | None] = self.__dict__.get("_groups", {})
+            if id(param) not in groups:
+                self._groups = groups = _flat_groups()
+            group = groups.get(id(param), dist.group.WORLD)
+            return _over(group) if group is not None else _WHOLE
+        if own_part and dist.is_initialized() and dist.get_world_size() > 1:
+            assert dist.group.WORLD is not None
+            return _over(dist.group.WORLD)
+        return _reduction_of(param)
 
     def _initialised(self, param: torch.Tensor, beta1: float, stride: int) -> dict[str, Any]:
         """The state of `param`, made at its first gradient."""
@@ -204,19 +221,37 @@ def _add_up(sums: dict[_Reduction, _Sums]) -> tuple[float, float]:
     return numerator, denominator
 
 
-def _reduction(param: torch.Tensor, own_part: bool) -> _Reduction:
-    """Over which ranks the sums of `param` have to be added up: those of the mesh dimensions that cut it."""
-    if isinstance(param, DTensor):
-        mesh = param.device_mesh
-        cut = [dim for dim, placement in enumerate(param.placements) if not placement.is_replicate()]
-        groups = tuple(mesh.get_group(dim) for dim in cut if mesh.size(dim) > 1)
-        return (mesh.device_type, groups) if groups else _WHOLE
-    if (own_part or getattr(param, "_fsdp_flattened", False)) and dist.is_initialized() and dist.get_world_size() > 1:
-        accelerator = torch.accelerator.current_accelerator()
-        on_host = accelerator is None or dist.get_backend() == dist.Backend.GLOO
-        assert dist.group.WORLD is not None
-        return ("cpu" if on_host or accelerator is None else accelerator.type, (dist.group.WORLD,))
-    return _WHOLE
+def _reduction_of(param: torch.Tensor) -> _Reduction:
+    """Over which ranks the sums of a DTensor have to be added up: those of the mesh dimensions that cut it."""
+    if not isinstance(param, DTensor):
+        return _WHOLE
+    mesh = param.device_mesh
+    cut = [dim for dim, placement in enumerate(param.placements) if not placement.is_replicate()]
+    groups = tuple(mesh.get_group(dim) for dim in cut if mesh.size(dim) > 1)
+    return (mesh.device_type, groups) if groups else _WHOLE
+
+
+def _over(group: dist.ProcessGroup) -> _Reduction:
+    accelerator = torch.accelerator.current_accelerator()
+    on_host = accelerator is None or dist.get_backend(group) == dist.Backend.GLOO
+    return ("cpu" if on_host or accelerator is None else accelerator.type, (group,))
+
+
+def _flat_groups() -> dict[int, dist.ProcessGroup | None]:
+    """By id of every FSDP1 parameter, flat or original, the ranks that cut its unit; None where each holds the whole.
+
+    FSDP1 leaves no way from a parameter to its module, and an optimizer is not shown the model, so the modules are looked
+    for among all living objects, once. (Adding up over all ranks would do for `d` itself, which is a quotient, but not for
+    `d_numerator`, which a checkpoint carries to other shardings.)
+    """
+    found: dict[int, dist.ProcessGroup | None] = {}
+    for module in [o for o in gc.get_objects() if issubclass(type(o), FullyShardedDataParallel)]:
+        if module._handle is not None:
+            group = shard_group(module)
+            flat: Any = module._handle.flat_param
+            for parameter in (flat, *(flat._params or ()), *(flat._shared_params or ())):
+                found[id(parameter)] = group
+    return found
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
