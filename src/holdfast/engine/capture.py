@@ -42,6 +42,11 @@ class Staging:
         self._views = {name: self._view(name, entry, tensors[name]) for name, entry in plan.entries.items() if entry.nbytes}
         self._plan = plan
 
+    def warm(self, plan: SavePlan, tensors: Mapping[str, Held]) -> None:
+        """Prepare ahead of the first save, and touch every page: the kernel hands memory out as it is first written."""
+        self.prepare(plan, tensors)
+        self._bytes[len(plan.header) :].zero_()
+
     def _view(self, name: str, entry: Entry, held: Held) -> torch.Tensor:
         dtype = held.spec.dtype
         assert (entry.dtype, entry.shape) == stored_as(dtype, tuple(held.local.shape)), name

@@ -123,6 +123,7 @@ class Checkpointer:
             read_back=read_back,
         )
         self._closed = False
+        self._gate.first_steps_made = self._warm_up
         self._base_step = 0
         idle = IDLE * max(1, self._world_size // 64) if one_caller or stop_signals else BEAT
         self._watcher = Watcher(
@@ -424,6 +425,15 @@ class Checkpointer:
         self._staging.put_small(small)
         save.captured_s = time.perf_counter() - start
         return self._plan, collected
+
+    def _warm_up(self) -> None:
+        """After the first step, when the state has its size: the first save should cost what later ones do."""
+        if self.saves or self._closed:
+            return
+        collected = collect(self._registered)
+        small = len(canonical({"state": collected.small, "rng": rng.capture()}))
+        plan = self._plan = make_plan(collected, self._rank, self._world_size, small, self._plan)
+        self._service.warm(lambda: self._staging.warm(plan, collected.tensors))
 
     def _wait_for_staging(self) -> None:
         if not self._service.staging_free.wait(self._deadlines.commit):

@@ -53,6 +53,9 @@ class Gate:
         """Called with the optimizer's key before every step, with the gate open."""
 
         self.after_step: Callable[[], None] | None = None
+        self.first_steps_made: Callable[[], None] | None = None
+        """Called once, when every optimizer has made a step and so has its state."""
+
         self.steps = dict.fromkeys(optimizers, 0)
         self._optimizers = optimizers
         self._own_steps = {key: own_counter(o) for key, o in optimizers.items()}
@@ -154,6 +157,10 @@ class Gate:
             self._stepping = False
             if self.after_step is not None:
                 self.after_step()
+            if self.first_steps_made is not None and all(self.steps.values()):
+                call = self.first_steps_made
+                self.first_steps_made = None
+                call()
 
         after_step._torchdynamo_disable = True  # type: ignore[attr-defined]
         return after_step

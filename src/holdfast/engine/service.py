@@ -77,6 +77,13 @@ class Job:
 
 
 @dataclass
+class Warm:
+    """Work on the staging that no save waits for."""
+
+    work: Callable[[], None]
+
+
+@dataclass
 class Refusal:
     """A save that this rank could not even begin."""
 
@@ -103,7 +110,7 @@ class Service:
         self._storage, self._store, self._run = storage, store, run
         self._rank, self._world_size, self._deadlines = rank, world_size, deadlines
         self._before_commit, self._after_commit, self._read_back = before_commit, after_commit, read_back
-        self._queue: queue.SimpleQueue[Job | Refusal | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Job | Refusal | Warm | None] = queue.SimpleQueue()
         self._pending: list[Job] = []
         self.staging_free = threading.Event()
         self.staging_free.set()
@@ -119,6 +126,11 @@ class Service:
     def submit(self, job: Job) -> None:
         self.staging_free.clear()
         self._queue.put(job)
+
+    def warm(self, work: Callable[[], None]) -> None:
+        """Do something with the staging before the first save, on the service thread."""
+        self.staging_free.clear()
+        self._queue.put(Warm(work))
 
     def refuse(self, save: Save, error: Exception) -> None:
         """Tell all ranks that this one will not take part in a save."""
@@ -141,7 +153,13 @@ class Service:
                 job = None
             else:
                 stopping = stopping or job is None
-            if isinstance(job, Refusal):
+            if isinstance(job, Warm):
+                try:
+                    job.work()
+                except Exception as error:  # the first save will meet the same and say it
+                    log.warning("rank %d: staging could not be prepared ahead: %s", self._rank, error)
+                self.staging_free.set()
+            elif isinstance(job, Refusal):
                 self._fail(job.save, "capture", job.error)
             elif job is not None:
                 self._perform(job)
