@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,8 +93,12 @@ def accelerator_for(version: str, state_dict_type: str) -> Any:
     return Accelerator()
 
 
-def write_accelerate(folder: Path, version: str, state_dict_type: str, custom: bool = False) -> State:
-    """Three steps, then `save_state`; the state is read from the live objects by gathering it."""
+def write_accelerate(folder: Path, version: str, form: str, custom: bool = False, safe: bool = True) -> State:
+    """Three steps, then `save_state`; the state is read from the live objects by gathering it.
+
+    `form` is a state dict type of FSDP, or PER_RANK for accelerate's files per rank.
+    """
+    state_dict_type = "SHARDED_STATE_DICT" if form == "PER_RANK" else form
     accelerator = accelerator_for(version, state_dict_type)
     model = build()
     if version == "1":
@@ -110,10 +115,26 @@ def write_accelerate(folder: Path, version: str, state_dict_type: str, custom: b
         seed(50 + accelerator.process_index)
     for _ in range(3):
         step(model, optimizer, scheduler)
-    accelerator.save_state(str(folder))
+    accelerator.save_state(str(folder), safe_serialization=safe)
     accelerator.wait_for_everyone()
+    if form == "PER_RANK":
+        write_per_rank(accelerator, model, optimizer, folder)
     expected = gathered(accelerator, model, optimizer)
     return State(expected, draws(), scheduler.scheduler.get_last_lr())
+
+
+def write_per_rank(accelerator: Any, model: nn.Module, optimizer: Any, folder: Path) -> None:
+    """Put the files that accelerate writes with `use_dcp=False` in the place of its DCP folders."""
+    from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
+
+    plugin = accelerator.state.fsdp_plugin
+    if accelerator.is_main_process:
+        shutil.rmtree(folder / "pytorch_model_fsdp_0")
+        shutil.rmtree(folder / "optimizer_0")
+    accelerator.wait_for_everyone()
+    save_fsdp_model(plugin, accelerator, model, str(folder), use_dcp=False)
+    save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder), use_dcp=False)
+    accelerator.wait_for_everyone()
 
 
 def keep_on_device() -> None:
@@ -188,27 +209,46 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
     return found
 
 
-def resume(folder: Path, with_scheduler: bool = True) -> State:
-    """A Holdfast job on these ranks (FSDP2; plain on one) that continues what was imported, and makes a step of its own."""
+def resume(folder: Path, sharding: str = "fsdp2", with_scheduler: bool = True) -> State:
+    """A Holdfast job on these ranks (plain on one) that continues what was imported, and makes and saves a step of its own."""
     import holdfast
 
     if dist.get_world_size() == 1:
         model: nn.Module = build()
-        optimizer = optimizer_of(model)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
+    elif sharding == "fsdp1":
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+        model = FSDP(build(), use_orig_params=True, device_id=torch.device("cpu"))
     else:
-        model, optimizer, scheduler = sharded()
+        model = sharded()[0]
+    optimizer = optimizer_of(model)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(7)
     extra = {"lr_scheduler": scheduler} if with_scheduler else {}
     checkpointer = holdfast.Checkpointer(folder, model=model, optimizer=optimizer, **extra)
     begun_at = checkpointer.resume()
-    state = State(snapshot(model, optimizer), draws(), scheduler.get_last_lr(), begun_at)
+    drawn = draws()
+    state = whole_fsdp1(model, optimizer) if sharding == "fsdp1" else snapshot(model, optimizer)
+    state = State(state, drawn, scheduler.get_last_lr(), begun_at)
     step(model, optimizer, scheduler)
     checkpointer.save(begun_at + 1)
     checkpointer.close()
     return state
+
+
+def whole_fsdp1(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Weights and optimizer state of an FSDP1 model, gathered by torch."""
+    from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    # Not offloaded: see `keep_on_device`.
+    configs = FullStateDictConfig(offload_to_cpu=False), FullOptimStateDictConfig(offload_to_cpu=False)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
+        found = {name: t.clone() for name, t in model.state_dict().items()}
+        state = FSDP.optim_state_dict(model, optimizer)["state"]
+    return found | {f"{name}/{key}": t.clone() for name, values in state.items() for key, t in values.items()}
 
 
 def write_native_llama(folder: Path, base: Path) -> dict[str, torch.Tensor]:

@@ -1,32 +1,268 @@
-"""Folders that accelerate and DCP wrote by themselves: imported offline, resumed on real ranks, equal to the bit."""
+"""Folders that accelerate, a Trainer and DCP wrote by themselves: imported offline, resumed on real ranks, equal to the bit."""
 
 from __future__ import annotations
 
+import json
+import pickle
+import random
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from compat import foreign
-from compat.foreign import State
+from compat.foreign import State, build, optimizer_of
 
-from holdfast.engine.importer import import_checkpoint
+import holdfast
+from holdfast import cli
+from holdfast.engine.importer import import_checkpoint, order_of
+from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, IncompatibleCheckpoint, UsageError
+from holdfast.formats.recognise import ACCELERATE, DCP, NATIVE, TRAINER, WEIGHTS, recognise
+from holdfast.storage import LocalFolder
 from holdfast.testing.pool import RankPool
 
 
-def assert_equal(found: dict, expected: dict) -> None:
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys()
     assert [n for n in expected if not torch.equal(found[n], expected[n]) or found[n].dtype != expected[n].dtype] == []
 
 
-@pytest.mark.parametrize("form", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-@pytest.mark.parametrize("version", ["1", "2"])
+FORMS = [("1", "FULL_STATE_DICT"), ("1", "SHARDED_STATE_DICT")]
+FORMS += [("2", "FULL_STATE_DICT"), ("2", "SHARDED_STATE_DICT"), ("2", "PER_RANK")]
+
+
+@pytest.mark.parametrize(("version", "form"), FORMS)
 def test_accelerate_under_fsdp(pool: RankPool, tmp_path: Path, version: str, form: str) -> None:
+    """On the same ranks everything goes on where it stood, the generators too; on others all but theirs."""
     written: list[State] = pool.run(foreign.write_accelerate, 2, tmp_path / "foreign", version, form)
+    assert recognise(LocalFolder(tmp_path), "foreign") == ACCELERATE
     imported = import_checkpoint(tmp_path / "foreign", tmp_path / "out")
     assert (imported.step, imported.ranks, imported.left_out) == (3, 2, [])
-    same: list[State] = pool.run(foreign.resume, 2, tmp_path / "out")
+    same: list[State] = pool.run(foreign.resume, 2, tmp_path / "out", f"fsdp{version}")
     for rank in (0, 1):
         assert same[rank].begun_at == 3
         assert same[rank].draws == written[rank].draws
         assert same[rank].lr == written[rank].lr
         assert_equal(same[rank].tensors, written[0].tensors)
+    shutil.rmtree(tmp_path / "out/checkpoint-4")
+    others: list[State] = pool.run(foreign.resume, 1 if version == "1" else 3, tmp_path / "out")
+    assert_equal(others[0].tensors, written[0].tensors)
+
+
+def test_files_per_rank_of_fsdp1_are_refused(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(foreign.write_accelerate, 2, tmp_path / "foreign", "1", "PER_RANK")
+    with pytest.raises(IncompatibleCheckpoint, match=r"rank0\.bin is refused.*ShardedTensor"):
+        import_checkpoint(tmp_path / "foreign", tmp_path / "out")
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
+def test_accelerate_under_ddp(pool: RankPool, tmp_path: Path, safe: bool) -> None:
+    """The optimizer knows its parameters by number: names come from a live model, or from a file that kept their order."""
+    written: list[State] = pool.run(foreign.write_accelerate, 2, tmp_path / "foreign", "", "", True, safe)
+    model = build()
+    order = order_of(model, optimizer_of(model)) if safe else None
+    if safe:
+        with pytest.raises(UsageError, match="--base FOLDER"):
+            import_checkpoint(tmp_path / "foreign", tmp_path / "out")
+    imported = import_checkpoint(tmp_path / "foreign", tmp_path / "out", order=order)
+    assert (imported.step, imported.ranks, imported.left_out) == (3, 2, [])
+    resumed: list[State] = pool.run(foreign.resume, 2, tmp_path / "out")
+    for rank in (0, 1):
+        assert resumed[rank].draws == written[rank].draws
+        assert_equal(resumed[rank].tensors, written[0].tensors)
+    counter = foreign.Counter()
+    counter.count = 0
+    with holdfast.Checkpointer(tmp_path / "out", model=model, extra={"custom_checkpoint_0": counter}) as checkpointer:
+        checkpointer.resume("checkpoint-3")
+    assert counter.count == 41
+
+
+def test_a_wrong_order_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(foreign.write_accelerate, 2, tmp_path / "foreign", "", "")
+    names = [name for name, _ in build().named_parameters()]
+    with pytest.raises(IncompatibleCheckpoint, match="has state of shape"):
+        import_checkpoint(tmp_path / "foreign", tmp_path / "out", order=lambda _: [names[::-1]])
+    with pytest.raises(IncompatibleCheckpoint, match=r"have \[11\] parameters, the model's order gives \[2\]"):
+        import_checkpoint(tmp_path / "foreign", tmp_path / "out", order=lambda _: [names[:2]])
+    assert not list(tmp_path.glob("out/*/manifest.json"))
+
+
+@pytest.mark.parametrize("flattened", [False, True], ids=["nested", "flattened"])
+def test_dcp(pool: RankPool, tmp_path: Path, flattened: bool) -> None:
+    """As torch's tutorials save, and as torchtitan does."""
+    written: list[State] = pool.run(foreign.write_dcp, 2, tmp_path / "foreign", flattened)
+    assert recognise(LocalFolder(tmp_path), "foreign") == DCP
+    imported = import_checkpoint(tmp_path / "foreign", tmp_path / "out", step=3 if flattened else None)
+    assert imported.step == 3
+    for result in pool.run(foreign.resume, 3, tmp_path / "out", "fsdp2", False):
+        assert_equal(result.tensors, written[0].tensors)
+
+
+def test_trainer(llama_folder: Path, tmp_path: Path) -> None:
+    """A Llama that the Trainer trained goes on under Holdfast, by the command line, with the Trainer's two groups."""
+    trainer = llama_trainer(llama_folder, tmp_path / "trainer")
+    trainer.train()
+    folder = tmp_path / "trainer/checkpoint-2"
+    assert recognise(LocalFolder(folder.parent), folder.name) == TRAINER
+    position = ["--samples_seen", "4", "--dataset_size", "9", "--seed", "7"]
+    assert cli.main(["import", str(folder), str(tmp_path / "out"), *position]) == 0
+    fresh = llama_trainer(llama_folder, tmp_path / "fresh")
+    fresh.create_optimizer_and_scheduler(3)
+    loader = holdfast.DataLoader(list(range(9)), batch_size=2, seed=7)
+    state: dict[str, Any] = {}
+    with holdfast.Checkpointer(
+        tmp_path / "out", model=fresh.model, optimizer=fresh.optimizer, lr_scheduler=fresh.lr_scheduler,
+        dataloader=loader, extra={"trainer_state": state},
+    ) as checkpointer:  # fmt: skip
+        assert checkpointer.resume() == 2
+    assert_equal(fresh.model.state_dict(), trainer.model.state_dict())
+    for p, q in zip(fresh.model.parameters(), trainer.model.parameters(), strict=True):
+        assert_equal(fresh.optimizer.state[p], trainer.optimizer.optimizer.state[q])
+    assert fresh.lr_scheduler.get_last_lr() == trainer.lr_scheduler.get_last_lr()
+    saved = torch.load(folder / "rng_state.pth", weights_only=False)
+    assert torch.equal(torch.get_rng_state(), saved["cpu"])
+    assert random.getstate() == saved["python"]
+    assert loader.samples_seen == 4
+    assert state["global_step"] == 2
+
+
+def llama_trainer(llama_folder: Path, output: Path, adapter: bool = False) -> Any:
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    model = AutoModelForCausalLM.from_pretrained(llama_folder)
+    if adapter:
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = get_peft_model(model, config)
+    rows = [{"input_ids": torch.arange(3 + i, 11 + i), "labels": torch.arange(3 + i, 11 + i)} for i in range(9)]
+    arguments = TrainingArguments(
+        str(output), max_steps=2, save_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to=[], disable_tqdm=True,
+        learning_rate=1e-2, weight_decay=0.1,
+    )  # fmt: skip
+    return Trainer(model, arguments, train_dataset=rows)
+
+
+def test_trainer_with_an_adapter(llama_folder: Path, tmp_path: Path) -> None:
+    """The Trainer keeps the adapter alone; the weights below it come from the base."""
+    trainer = llama_trainer(llama_folder, tmp_path / "trainer", adapter=True)
+    trainer.train()
+    folder = tmp_path / "trainer/checkpoint-2"
+    assert cli.main(["import", str(folder), str(tmp_path / "out")]) == 2
+    assert cli.main(["import", str(folder), str(tmp_path / "out"), "--base", str(llama_folder)]) == 0
+    fresh = llama_trainer(llama_folder, tmp_path / "fresh", adapter=True)
+    fresh.create_optimizer_and_scheduler(3)
+    with holdfast.Checkpointer(tmp_path / "out", model=fresh.model, optimizer=fresh.optimizer) as checkpointer:
+        assert checkpointer.resume() == 2
+    assert_equal(fresh.model.state_dict(), trainer.model.state_dict())
+    for p, q in zip(fresh.model.parameters(), trainer.model.parameters(), strict=True):
+        assert p.dtype == q.dtype
+        assert p.requires_grad == q.requires_grad
+        assert_equal(fresh.optimizer.state.get(p, {}), trainer.optimizer.optimizer.state.get(q, {}))
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_hugging_face_weights_in_several_files(llama_folder: Path, tmp_path: Path, form: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(llama_folder)
+    if form == "safetensors":
+        model.save_pretrained(tmp_path / "weights", max_shard_size="100KB")
+    else:  # as transformers wrote it before version 5
+        (tmp_path / "weights").mkdir()
+        where = {}
+        for i, name in enumerate(model.state_dict()):
+            where[name] = f"pytorch_model-{i % 2 + 1:05d}-of-00002.bin"
+        for file in set(where.values()):
+            torch.save({n: t for n, t in model.state_dict().items() if where[n] == file}, tmp_path / "weights" / file)
+        (tmp_path / "weights/pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
+    assert len(list(tmp_path.glob(f"weights/*.{form}"))) > 1
+    assert recognise(LocalFolder(tmp_path), "weights") == WEIGHTS
+    imported = import_checkpoint(tmp_path / "weights", tmp_path / "out")
+    assert imported.step == 0
+    assert recognise(LocalFolder(tmp_path / "out"), "checkpoint-0") == NATIVE
+    expected = {name: t.clone() for name, t in model.state_dict().items()}
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    with holdfast.Checkpointer(tmp_path / "out", model=model) as checkpointer:
+        assert checkpointer.resume() == 0
+    assert_equal(model.state_dict(), expected)
+
+
+class Evil:
+    """What a stranger's pickle may hold: a call that unpickling makes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("evil-was-here"),)
+
+
+def single(folder: Path, **state: Any) -> Path:
+    """A folder like accelerate's of one process."""
+    folder.mkdir()
+    model = build()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    torch.save(optimizer_of(model).state_dict(), folder / "optimizer.bin")
+    torch.save({"step": 0, "random_state": random.getstate(), "torch_manual_seed": torch.get_rng_state()}, folder / "random_states_0.pkl")
+    for name, value in state.items():
+        torch.save(value, folder / name)
+    return folder
+
+
+def test_pickles_that_could_run_code_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = single(tmp_path / "a", **{"custom_checkpoint_0.pkl": Evil(), "sampler.bin": Evil()})
+    imported = import_checkpoint(folder, tmp_path / "out", step=5)
+    assert imported.step == 5
+    assert len(imported.left_out) == 2
+    assert all("is refused" in line and ("sampler.bin" in line or "custom_checkpoint_0.pkl" in line) for line in imported.left_out)
+    torch.save({"a": Evil()}, folder / "pytorch_model.bin")
+    with pytest.raises(IncompatibleCheckpoint, match=r"pytorch_model\.bin is refused"):
+        import_checkpoint(folder, tmp_path / "out2", step=5)
+    dcp = tmp_path / "dcp"
+    dcp.mkdir()
+
+
+    (dcp / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(IncompatibleCheckpoint, match=r"\.metadata is refused"):
+        import_checkpoint(dcp, tmp_path / "out3", step=5)
+    assert not (tmp_path / "evil-was-here").exists()
+
+
+def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFound, match="there is no folder"):
+        import_checkpoint(tmp_path / "nowhere", tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointNotFound, match="no checkpoint of a known kind"):
+        import_checkpoint(tmp_path / "empty", tmp_path / "out")
+    folder = single(tmp_path / "runs")
+    with pytest.raises(UsageError, match="--step N"):
+        import_checkpoint(folder, tmp_path / "out")
+    with pytest.raises(CheckpointNotFound, match=r"give one of .*runs"):
+        import_checkpoint(tmp_path, tmp_path / "out")
+    data = (folder / "pytorch_model.bin").read_bytes()
+    (folder / "pytorch_model.bin").write_bytes(data[: len(data) // 2])
+    with pytest.raises(CorruptCheckpoint, match=r"pytorch_model\.bin cannot be read"):
+        import_checkpoint(folder, tmp_path / "out", step=1)
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(CheckpointNotFound, match="holds no model that is read"):
+        import_checkpoint(folder, tmp_path / "out", step=1)
+
+
+def test_a_damaged_dcp_folder_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(foreign.write_dcp, 2, tmp_path / "foreign", False)
+    (first, *_) = sorted((tmp_path / "foreign").glob("*.distcp"))
+    first.write_bytes(first.read_bytes()[:2000])
+    with pytest.raises(CorruptCheckpoint, match="cut short"):
+        import_checkpoint(tmp_path / "foreign", tmp_path / "out")
+    first.unlink()
+    with pytest.raises(CorruptCheckpoint, match="missing"):
+        import_checkpoint(tmp_path / "foreign", tmp_path / "out")
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_exporting_a_foreign_checkpoint_says_to_import_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = single(tmp_path / "a")
+    assert cli.main(["export", str(folder), str(tmp_path / "out"), "--to", "dcp"]) == 2
+    assert f"holdfast import {folder}" in capsys.readouterr().err

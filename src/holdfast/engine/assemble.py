@@ -58,12 +58,27 @@ def write_checkpoint(
     aliases: Mapping[str, str],
     small: Sequence[object],
 ) -> int:
-    """Write `folder`, one rank for each document in `small`; returns the bytes of the tensors.
+    """Write `folder`, which is not there yet, one rank for each document in `small`; returns the bytes of the tensors.
 
     Raises:
         CorruptCheckpoint: a tensor is not what it was announced as.
-        OSError: the storage cannot take it. Either way the manifest is not written.
+        OSError: the storage cannot take it. Either way the folder is removed again.
     """
+    try:
+        return _write(storage, folder, step, tensors, aliases, small)
+    except BaseException:
+        storage.remove_folder(folder)
+        raise
+
+
+def _write(
+    storage: Storage,
+    folder: str,
+    step: int,
+    tensors: Mapping[str, Part],
+    aliases: Mapping[str, str],
+    small: Sequence[object],
+) -> int:
     world_size = len(small)
     owner = _spread(tensors, world_size)
     specs = {name: _spec(name, part, owner[name]) for name, part in tensors.items()}

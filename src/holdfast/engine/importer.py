@@ -74,7 +74,7 @@ def import_checkpoint(
     if steps is None:
         raise UsageError(f"{foreign.folder} does not tell how many optimizer steps were done: say it with --step N")
     target = folder_of(steps)
-    if (output_dir / target / "manifest.json").exists():
+    if (output_dir / target).exists():
         raise UsageError(f"{output_dir / target} is there already: give another output folder")
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
