@@ -33,7 +33,8 @@ MAX_SHARD_BYTES = 5 * 10**9
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _STEM = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".gguf", ".index.json")
-_NOT_COPIED = ("README.md", ".gitattributes")
+_NOT_COPIED = ("config.json", "model_index.json", "trainer_state.json", "README.md")
+"""The first is written here, the others are of another folder than this one."""
 
 
 @dataclass(frozen=True)
@@ -141,18 +142,11 @@ def _export_diffusers(checkpoint: Checkpoint, request: Request) -> list[str]:
         return _export_pretrained(checkpoint, request)
     part = _part_of_pipeline(base, weights, checkpoint)
     lines = _write_model(checkpoint, request, weights, base / part, request.output_dir / part)
-    for source in sorted(p for p in base.rglob("*") if p.is_file()):
-        relative = source.relative_to(base)
-        if relative.parts[0] == part or relative.name == "model_index.json" or _hidden(relative):
-            continue
-        (request.output_dir / relative).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, request.output_dir / relative)
+    listed = json.loads((base / "model_index.json").read_text(encoding="utf-8"))
+    for other in sorted(name for name in listed if name != part and (base / name).is_dir()):
+        shutil.copytree(base / other, request.output_dir / other, copy_function=shutil.copyfile)
     shutil.copyfile(base / "model_index.json", request.output_dir / "model_index.json")  # a folder that has it is whole
     return [*lines, f"the other parts of the pipeline are those of {base}"]
-
-
-def _hidden(relative: Path) -> bool:
-    return any(part.startswith(".") for part in relative.parts) or relative.name in _NOT_COPIED
 
 
 def _part_of_pipeline(base: Path, weights: Weights, checkpoint: Checkpoint) -> str:
@@ -180,8 +174,8 @@ def _write_model(checkpoint: Checkpoint, request: Request, weights: Weights, bas
     folder.mkdir(parents=True, exist_ok=True)
     total = write_weights(checkpoint, folder, _STEM[request.to], named, _dtype(request), request.max_shard_bytes)
     for source in sorted(base.iterdir()):
-        keep = source.is_file() and not source.name.endswith(_WEIGHTS) and not _hidden(Path(source.name))
-        if keep and source.name not in ("config.json", "trainer_state.json", "model_index.json"):
+        keep = source.is_file() and not source.name.endswith(_WEIGHTS)
+        if keep and not source.name.startswith(".") and source.name not in _NOT_COPIED:
             shutil.copyfile(source, folder / source.name)
     if request.to == "transformers":
         key = "torch_dtype" if "torch_dtype" in config else "dtype"

@@ -214,9 +214,8 @@ def export(config: Config, base: Path, checkpoint: Path) -> None:
     """Writes the FluxPipeline with the transformer of the final checkpoint; rank 0 calls this, nobody waits for it."""
     import logging
 
-    from holdfast.training.export import DTYPES, checkpoint_weights, export_pipeline
+    from holdfast.training.export import export_pipeline
 
     output = Path(config.output_dir)
-    weights = checkpoint_weights(checkpoint)
-    export_pipeline(base, output, PARTS, "transformer", weights, DTYPES[config.export_dtype], config.variant)
+    export_pipeline(base, output, PARTS, "transformer", checkpoint, config.export_dtype, config.variant)
     logging.getLogger(__name__).info("%s is a FluxPipeline now, its transformer in %s", output, config.export_dtype)
