@@ -1,16 +1,20 @@
-# Two commands, each complete by itself: `make demo` and `make test`.
+# Three commands, each complete by itself: `make demo`, `make test` and `make matrix`.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint install clean
+.PHONY: demo test matrix lint install clean
 
 demo: $(STAMP)
 	$(BIN)/holdfast demo --output_dir out/demo
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# Every sharding into every other, with each optimizer: the table. The tests run some of its pairs.
+matrix: $(STAMP)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/matrix.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -93,10 +93,10 @@ class Numbers(Dataset[dict[str, torch.Tensor]]):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(12)
-        self.linear = nn.Linear(12, 12)
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -106,22 +106,22 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Uneven shapes (7 rows), fewer rows than ranks (1), a tied weight, a frozen one, buffers of both kinds."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 12) -> None:
         super().__init__()
-        self.embed = nn.Embedding(7, 12)
-        self.module = nn.Sequential(Block(), Block())  # a user's own attribute of that name
-        self.seen = nn.BatchNorm1d(12, affine=False)
-        self.scale = nn.Linear(12, 1)
-        self.frozen = nn.Parameter(torch.linspace(0, 1, 12), requires_grad=False)
+        self.embed = nn.Embedding(7, width)
+        self.module = nn.Sequential(Block(width), Block(width))  # a user's own attribute of that name
+        self.seen = nn.BatchNorm1d(width, affine=False)
+        self.scale = nn.Linear(width, 1)
+        self.frozen = nn.Parameter(torch.linspace(0, 1, width), requires_grad=False)
         self.empty = nn.Parameter(torch.zeros(0, 3), requires_grad=False)  # FSDP2 reduces no empty gradient
         self.single = nn.Parameter(torch.tensor([0.5]))
-        self.head = nn.Linear(12, 7, bias=False)
+        self.head = nn.Linear(width, 7, bias=False)
         self.head.weight = self.embed.weight
-        self.register_buffer("table", torch.arange(12.0), persistent=False)
+        self.register_buffer("table", torch.arange(float(width)), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids) + self.frozen + 0.01 * self.table
-        x = self.seen(self.module(x).flatten(0, 1)).view(*ids.shape, 12)
+        x = self.seen(self.module(x).flatten(0, 1)).view(*ids.shape, -1)
         return self.head(x) * torch.sigmoid(self.scale(x)) * self.single
 
 
@@ -155,9 +155,9 @@ def wrap(model: Net, checkpointed: bool = False, **options: Any) -> nn.Module:
     return FullyShardedDataParallel(model, **options)
 
 
-def build(sharding: str) -> nn.Module:
+def build(sharding: str, width: int = 12) -> nn.Module:
     torch.manual_seed(0)
-    model = Net()
+    model = Net(width)
     world_size = dist.get_world_size()
     if sharding == "none":
         return model

@@ -212,9 +212,12 @@ def run_ranks(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("kind", "world_size"),
-    [("ddp", 2), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3), ("offload", 2), ("hsdp", 4), ("fsdp1", 2), ("fsdp1", 3)]
-    + [("fsdp1 original", 2), ("fsdp1 hybrid", 4), ("fsdp1 hybrid original", 4), ("fsdp1 whole", 2), ("fsdp1 whole original", 2)],
-)
+    [
+        ("ddp", 2), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3), ("offload", 2), ("hsdp", 4), ("fsdp1", 2), ("fsdp1", 3),
+        ("fsdp1 original", 2), ("fsdp1 hybrid", 4), ("fsdp1 hybrid original", 4), ("fsdp1 whole", 2),
+        ("fsdp1 whole original", 2),
+    ],
+)  # fmt: skip
 def test_d_is_that_of_one_process(pool: RankPool, kind: str, world_size: int) -> None:
     # A flat parameter of FSDP1 is of one param group only: there, no decay that differs between the two.
     settings = {"weight_decay": 0.0 if kind.startswith("fsdp1") else 0.01, "use_bias_correction": True, "d0": 1e-5}

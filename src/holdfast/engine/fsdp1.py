@@ -105,7 +105,9 @@ def _unit(module: FullyShardedDataParallel, handle: Any) -> FlatUnit:
         parameters = tuple(flat._params) if handle._use_orig_params else None
         tied = flat._shared_params if handle._use_orig_params else ()
         trained = [p.requires_grad for p in parameters] if parameters is not None else [flat.requires_grad] * len(names)
-    except (AttributeError, TypeError, KeyError) as error:
+    except UnsupportedState:
+        raise
+    except (AttributeError, TypeError, KeyError, ValueError) as error:
         raise _unknown(f"{error}") from error
     size, shards = shard.numel(), mesh.shape[1]
     if shard.ndim != 1 or size != -(-total // shards) or len({len(names), len(shapes), len(infos), len(offsets)}) != 1:

@@ -67,6 +67,7 @@ class OptimizerState:
         self.hold, self.hold_piece = hold, hold_piece
         self.known = known_params(key, optimizer, names)
         self.elsewhere: dict[str, TensorSpec] = {}
+        self._odd = self._odd_keys()
         self.same_ranks_only: list[str] = []
         """State whose tensors cannot be cut anew, by name."""
 
@@ -109,16 +110,14 @@ class OptimizerState:
 
     def _tensors_of_unit(self, known: Optimised, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         """Cut the state of a shard, or of a rank's piece of one parameter, into pieces; returns whose they are."""
-        pieces = {name: piece for name in known.names if isinstance(piece := self.names.parameters[name], FlatPiece)}
-        held = {name: piece for name, piece in pieces.items() if piece.start < piece.stop}
-        size = known.unit.shard.numel() if known.unit else sum(len(piece.local) for piece in held.values())
-        odd = [key for key, value in tensors.items() if value.ndim and value.numel() != size]
-        if odd:
+        held = self._held(known)
+        if any(key in self._odd for key in tensors):
             # Quantised, sliced or factored: no part of it belongs to one element of a parameter. Kept as it is, by one name.
             for key, value in tensors.items():
                 slot = self._slot(known.names[0], key)
                 self.hold(slot_name(slot), value, False, slot)
-            self.same_ranks_only.append(slot_name(self._slot(known.names[0], odd[0])))
+                if key in self._odd:
+                    self.same_ranks_only.append(slot_name(slot))
             return [known.names[0]]
         for name, piece in held.items():
             for key, value in tensors.items():
@@ -128,6 +127,23 @@ class OptimizerState:
                 else:
                     self.hold_piece(slot_name(slot), piece, vector(value)[piece.window if known.unit else slice(None)], slot)
         return list(held)
+
+    def _held(self, known: Optimised) -> dict[str, FlatPiece]:
+        pieces = {name: piece for name in known.names if isinstance(piece := self.names.parameters[name], FlatPiece)}
+        return {name: piece for name, piece in pieces.items() if piece.start < piece.stop}
+
+    def _odd_keys(self) -> set[str]:
+        """Keys of flat state whose tensors are not of their parameter's shape, for one parameter at least.
+
+        One that only happens to have as many elements (a scale for each of one element) is no different from the others.
+        """
+        odd = set()
+        for p, state in self.optimizer.state.items():
+            known = self.known.get(id(p))
+            if known is not None and self._flat(known):
+                size = known.unit.shard.numel() if known.unit else sum(len(piece.local) for piece in self._held(known).values())
+                odd |= {k for k, v in state.items() if isinstance(v, torch.Tensor) and v.ndim and v.numel() != size}
+        return odd
 
     def describe_others(self, tensors: Mapping[str, Any]) -> None:
         """Fill `elsewhere` for the flat parameters of this optimizer whose state is not among `tensors` (by name)."""

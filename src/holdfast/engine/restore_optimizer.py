@@ -114,6 +114,8 @@ class _Matcher:
     def __init__(self, plan: Restore, key: str, names: NamedState) -> None:
         self.plan, self.names = plan, names
         self.where = join("optimizer", key)
+        self.others: dict[int, Json] = {}
+        """What other ranks keep beside tensors, as far as it was looked at."""
         self.slots: dict[str, dict[str, str]] = {}
         """Parameter's saved name -> key of its state -> the state tensor's name."""
         for name, spec in plan.checkpoint.tensors.items():
@@ -309,10 +311,12 @@ class _Matcher:
     def _values(self, saved: str, holders: list[int]) -> dict[str, Any]:
         """The state of a parameter that is no tensor, from a rank that had it."""
         plan = self.plan
-        small = plan.small
+        values = plan.small["state"][self.where]["values"]
         if holders and isinstance(plan.spec(saved).placement, Flat) and not (plan.same_world and holders[0] == plan.registered.rank):
-            small = plan.checkpoint.small(holders[0])
-        document = small["state"][self.where]["values"].get(saved)
+            if holders[0] not in self.others:
+                self.others[holders[0]] = plan.checkpoint.small(holders[0])["state"][self.where]["values"]
+            values = self.others[holders[0]]
+        document = values.get(saved)
         return {} if document is None else mapping(document, f"{self.where}.{saved}", plan.resolver())
 
     def _new_state(self, slot: str, spec: TensorSpec, param: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:

@@ -1,0 +1,279 @@
+"""From any sharding to any other: some pairs of `make matrix`, what a load reads, and what it refuses before it touches anything."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jobs
+import matrix
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import holdfast
+from holdfast.engine import restore
+from holdfast.engine.blocks import Part
+from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.registration import register
+from holdfast.errors import IncompatibleCheckpoint, UnsupportedState
+from holdfast.storage import LocalFolder
+
+if TYPE_CHECKING:
+    from holdfast.testing.pool import RankPool
+
+BLOCK = 1 << 20
+
+
+@pytest.mark.parametrize("optimizer", matrix.OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (("fsdp1", 2), ("hsdp", 4)),
+        (("hsdp", 4), ("fsdp1-flat", 3)),
+        (("fsdp1-flat", 3), ("offload", 4)),
+        (("offload", 4), ("none", 1)),
+        (("ddp", 2), ("fsdp1", 2)),
+    ],
+    ids=lambda t: f"{t[0]}x{t[1]}",
+)
+def test_pairs_are_equal(
+    pool: RankPool, tmp_path: Path, saved: tuple[str, int], loaded: tuple[str, int], optimizer: str
+) -> None:
+    """The whole state to the bit, the next three losses, no collective, memory for the readers' buffers only."""
+    before = pool.run(matrix.save, saved[1], tmp_path, saved[0], optimizer)
+    after = pool.run(matrix.load, loaded[1], tmp_path, loaded[0], optimizer)
+    assert list(matrix.problems(before, after, same=saved == loaded)) == []
+    for run in after:
+        assert run.extra < matrix.WORKERS * (matrix.GROUP + BLOCK)
+
+
+# ------------------------------------------------------------------------------------------------- what is read
+
+
+class Noting(LocalFolder):
+    """A folder that notes which blocks of which file are read."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.blocks: Counter[tuple[str, int]] = Counter()
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> None:
+        super().read_into(path, offset, target)
+        self.blocks.update((path, b) for b in range(offset // BLOCK, -(-(offset + len(target)) // BLOCK)))
+
+
+def touched(path: str, part: Part) -> set[tuple[str, int]]:
+    """The blocks that hold the wanted elements of a part: every element's address, the slow way."""
+    item = part.entry.nbytes // max(1, part.piece.numel)
+    addresses = part.entry.start + item * torch.arange(part.piece.numel).view(part.piece.size)
+    inner = part.wanted.relative_to(part.piece)
+    addresses = addresses[tuple(slice(o, o + n) for o, n in zip(inner.offset, inner.size, strict=True))]
+    return {(path, int(b)) for b in torch.unique(torch.stack([addresses // BLOCK, (addresses + item - 1) // BLOCK]))}
+
+
+def blocks_read(folder: Path, sharding: str, optimizer: str) -> tuple[int, list[str]]:
+    """Load without installing; how many blocks were read, and what was read in vain or twice."""
+    model = jobs.build(sharding, matrix.WIDTH)
+    opt = jobs.make_optimizer(optimizer, model)
+    storage = Noting(folder)
+    plan = restore.match(Checkpoint(storage, "checkpoint-3"), register(model, opt, None, None, None, None))
+    storage.blocks.clear()  # headers and small state have been read
+    restore.read(plan)
+    wanted: set[tuple[str, int]] = set()
+    for rank, parts in plan.parts.items():
+        wanted = wanted.union(*(touched(plan.checkpoint.file(rank).path, part) for part in parts))
+    vain = [f"{path}: block {b}" for path, b in storage.blocks.keys() - wanted]
+    return len(storage.blocks), vain + [f"{key} read {n} times" for key, n in storage.blocks.items() if n > 1]
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [(("fsdp1", 2), ("fsdp1", 2)), (("fsdp1-flat", 3), ("fsdp2", 2)), (("fsdp2", 3), ("fsdp1", 2)), (("hsdp", 4), ("ddp", 2))],
+    ids=lambda t: f"{t[0]}x{t[1]}",
+)
+def test_only_blocks_that_are_needed_are_read_and_once(
+    pool: RankPool, tmp_path: Path, saved: tuple[str, int], loaded: tuple[str, int]
+) -> None:
+    pool.run(matrix.save, saved[1], tmp_path, saved[0], "adamw")
+    for count, wrong in pool.run(blocks_read, loaded[1], tmp_path, loaded[0], "adamw"):
+        assert count > 3
+        assert wrong == []
+
+
+def bytes_written(folder: Path) -> list[int]:
+    """How many bytes of tensors each rank's file has."""
+    return [path.stat().st_size for path in sorted(folder.glob("checkpoint-3/rank-*.safetensors"))]
+
+
+@pytest.mark.parametrize(("sharding", "ranks"), [("hsdp", 4), ("fsdp1-hybrid", 4), ("ddp", 2), ("fsdp1-whole", 2)])
+def test_copies_are_written_once_and_evenly(pool: RankPool, tmp_path: Path, sharding: str, ranks: int) -> None:
+    pool.run(matrix.save, 1, tmp_path / "one", "none", "adamw")
+    pool.run(matrix.save, ranks, tmp_path / "many", sharding, "adamw")
+    (whole,), parts = bytes_written(tmp_path / "one"), bytes_written(tmp_path / "many")
+    overhead = 128 << 10  # header and small state of each file
+    assert whole - overhead <= sum(parts) <= whole + ranks * overhead
+    assert max(parts) - min(parts) < 0.35 * max(parts)  # of so few and large tensors; a flat shard is split to the element
+    if sharding.startswith("fsdp1"):
+        assert max(parts) - min(parts) < 0.02 * max(parts)
+
+
+# ---------------------------------------------------------------------------------------------- what cannot be cut anew
+
+
+class Quantised(torch.optim.Optimizer):
+    """Momentum in 8 bits with a scale for every four elements, as 8-bit optimizers keep it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                local = p.to_local() if isinstance(p, DTensor) else p
+                grad = (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).flatten()
+                blocks = torch.nn.functional.pad(grad, (0, -len(grad) % 4)).view(-1, 4)
+                scale = blocks.abs().amax(1)
+                state = self.state[p]
+                state["codes"] = (blocks / scale.clamp(min=1e-9)[:, None] * 127).to(torch.int8).flatten()[: len(grad)]
+                state["scale"], state["step"] = scale, torch.tensor(1.0)
+                local.sub_(grad.view(local.shape), alpha=group["lr"])
+
+
+def train_quantised(folder: Path, sharding: str, keep: bool = True) -> dict[str, Any]:
+    """One step, saved; or what a resume gives."""
+    model = jobs.build(sharding)
+    if keep:
+        optimizer: Any = Quantised([p for p in model.parameters() if p.requires_grad])
+        with holdfast.Checkpointer(folder, model=model, optimizer=optimizer) as checkpointer:
+            jobs.one_step(model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer), torch.arange(12).view(2, 6) % 7)
+            checkpointer.save(1)
+        return {"error": "", "untouched": True, "state": _raw(optimizer)}
+    optimizer = Quantised([p for p in model.parameters() if p.requires_grad])
+    before = [p.detach().clone() for p in model.parameters()]
+    error = ""
+    try:
+        with holdfast.Checkpointer(folder, model=model, optimizer=optimizer) as checkpointer:
+            checkpointer.resume()
+    except IncompatibleCheckpoint as refused:
+        error = str(refused)
+    local = [(a.to_local(), b.to_local()) if isinstance(a, DTensor) else (a, b) for a, b in zip(model.parameters(), before, strict=True)]
+    untouched = all(torch.equal(a, b) for a, b in local) and not optimizer.state
+    return {"error": error, "untouched": untouched, "state": _raw(optimizer)}
+
+
+def _raw(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{k: v.tolist() for k, v in optimizer.state[p].items()} for g in optimizer.param_groups for p in g["params"] if p in optimizer.state]
+
+
+@pytest.mark.parametrize(("sharding", "other"), [("fsdp1-flat", "fsdp1"), ("fsdp1", "fsdp2"), ("fsdp2", "fsdp1-flat")])
+def test_quantised_state_goes_back_to_the_same_ranks_only(pool: RankPool, tmp_path: Path, sharding: str, other: str) -> None:
+    """Resumed where it was saved it is the same to the byte; elsewhere it is refused and nothing has changed."""
+    saved = pool.run(train_quantised, 2, tmp_path, sharding)
+    same = pool.run(train_quantised, 2, tmp_path, sharding, keep=False)
+    for a, b in zip(saved, same, strict=True):
+        assert b["error"] == ""
+        assert a["state"] == b["state"]
+    for ranks, where in ((2, other), (3, sharding), (1, "none")):
+        for refused in pool.run(train_quantised, ranks, tmp_path, where, keep=False):
+            assert re.search(r"(codes|scale) is not of its parameter's shape .*resume on 2 ranks with the sharding", refused["error"])
+            assert refused["untouched"]
+
+
+def warned_of(folder: Path) -> list[str]:
+    import logging
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("holdfast").addHandler(handler)
+    train_quantised(folder, "fsdp1")
+    return [line for line in lines if "same sharding only" in line]
+
+
+def test_a_save_says_that_its_state_is_for_the_same_ranks(pool: RankPool, tmp_path: Path) -> None:
+    lines = pool.run(warned_of, 2, tmp_path)
+    assert len(lines[0]) == 1 and "scale is not of its parameter's shape" in lines[0][0]
+    assert lines[1] == []
+
+
+def sliced_prodigy(folder: Path, sharding: str, save: bool) -> str:
+    from holdfast.training.prodigy import Prodigy
+
+    model = jobs.build(sharding)
+    optimizer = Prodigy([p for p in model.parameters() if p.requires_grad], slice_p=3, d0=1e-3)
+    try:
+        with holdfast.Checkpointer(folder, model=model, optimizer=optimizer) as checkpointer:
+            if not save:
+                checkpointer.resume()
+            jobs.one_step(model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer), torch.arange(12).view(2, 6) % 7)
+            checkpointer.save(1)
+    except IncompatibleCheckpoint as refused:
+        return str(refused)
+    return ""
+
+
+@pytest.mark.parametrize(("sharding", "ranks"), [("none", 1), ("fsdp2", 2), ("fsdp1-flat", 2)])
+def test_sliced_prodigy_stays_where_it_is(pool: RankPool, tmp_path: Path, sharding: str, ranks: int) -> None:
+    assert pool.run(sliced_prodigy, ranks, tmp_path, sharding, save=True) == [""] * ranks
+    assert pool.run(sliced_prodigy, ranks, tmp_path, sharding, save=False) == [""] * ranks
+    for where, count in (("fsdp2", 3), ("fsdp1", 3)):
+        for error in pool.run(sliced_prodigy, count, tmp_path, where, save=False):
+            assert "is not of its parameter's shape" in error
+
+
+# --------------------------------------------------------------------------------------------- refused at registration
+
+
+def refused_at_registration(folder: Path, what: str) -> str:
+    world_size = dist.get_world_size()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    if what == "tensor parallel":
+        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+        model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh["tp"], [Shard(0)]))
+        model[0].bias = nn.Parameter(distribute_tensor(model[0].bias.detach(), mesh["tp"], [Shard(0)]))
+        fully_shard(model, mesh=mesh["dp"])
+    elif what == "experts":
+        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("experts", "dp"))
+        fully_shard(model[1], mesh=mesh["dp"])
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    elif what == "flat experts":
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        model[1] = FullyShardedDataParallel(model[1], process_group=groups[dist.get_rank() // 2], device_id=torch.device("cpu"))
+    elif what == "channels last":
+        model = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    elif what == "another torch":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+        model._handle.flat_param._numels_with_padding = (*model._handle.flat_param._numels_with_padding, 5)
+    elif what == "another field":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+        del model._handle.flat_param._shard_param_infos
+    with pytest.raises(UnsupportedState) as caught:
+        holdfast.Checkpointer(folder, model=model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("tensor parallel", r"model\.0\.weight is laid (out as|over)"),
+        ("experts", r"model\.1\.weight is laid over 2 of the 4 ranks.*experts"),
+        ("flat experts", r"no regular grid of all 4 ranks"),
+        ("channels last", r"weight was not contiguous when FSDP1 flattened it.*contiguous_format"),
+        ("another torch", r"keeps FSDP1's flat parameters in another way than was tried.*Nothing was read"),
+        ("another field", r"in another way than was tried.*_shard_param_infos"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(pool: RankPool, tmp_path: Path, what: str, message: str) -> None:
+    for text in pool.run(refused_at_registration, 4, tmp_path, what):
+        assert re.search(message, text), text
