@@ -739,14 +739,14 @@ def test_too_little_room_is_said_before_writing(tmp_path: Path, monkeypatch: pyt
 def slow_copy(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """A copy of the state that goes on until the event is set."""
     go = threading.Event()
-    original = Staging.copy
+    original = Staging.enqueue
 
-    def copy(self: Staging, names: Any, tensors: Any) -> None:
+    def enqueue(self: Staging, names: Any, tensors: Any, begun: Any) -> Any:
         if threading.current_thread().name == "holdfast-service":
             go.wait(10)
-        original(self, names, tensors)
+        return original(self, names, tensors, begun)
 
-    monkeypatch.setattr(Staging, "copy", copy)
+    monkeypatch.setattr(Staging, "enqueue", enqueue)
     yield go
     go.set()
 

@@ -6,6 +6,7 @@ from it, and writing it is one sequential pass. The copy is a few large calls th
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections.abc import Iterable, Mapping
 
@@ -19,6 +20,8 @@ from holdfast.engine.collect import Held
 from holdfast.engine.dtypes import DTYPE_OF
 from holdfast.engine.plan import SavePlan
 
+log = logging.getLogger("holdfast")
+
 
 class Staging:
     """The image of the file that `plan` describes, and a view of it for every tensor."""
@@ -28,6 +31,8 @@ class Staging:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._views: dict[str, torch.Tensor] = {}
         self._plan: SavePlan | None = None
+        self._stream: torch.Stream | None = None
+        """Where the copies from a device run, beside the compute stream."""
 
     def prepare(self, plan: SavePlan, tensors: Mapping[str, Held]) -> None:
         """Make room for `plan`; nothing is done when it is the last one."""
@@ -38,6 +43,7 @@ class Staging:
             self._bytes = torch.empty(0, dtype=torch.uint8)
             self._memory = mmap.mmap(-1, plan.buffer_size)
             self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+            _pin(self._bytes)
         self._memory[: len(plan.header)] = plan.header
         self._views = {name: self._view(name, entry, tensors[name]) for name, entry in plan.entries.items() if entry.nbytes}
         self._plan = plan
@@ -54,14 +60,32 @@ class Staging:
 
     def copy(self, names: Iterable[str], tensors: Mapping[str, Held]) -> None:
         """Copy these tensors into the image; returns when they are there."""
+        ended = self.enqueue(names, tensors, None)
+        if ended is not None:
+            ended.synchronize()
+
+    def enqueue(self, names: Iterable[str], tensors: Mapping[str, Held], begun: torch.Event | None) -> torch.Event | None:
+        """Copy what is on the host, and enqueue the copies of what is on the device, after the event `begun`.
+
+        Returns the event of the last copy; None where nothing was on a device, and everything is there already.
+        """
         wanted = [name for name in names if name in self._views]
-        if not wanted:
-            return
-        with torch.no_grad():
-            torch._foreach_copy_([self._views[n] for n in wanted], [tensors[n].local for n in wanted])
         device = rng.accelerator()
-        if device is not None and any(tensors[n].local.device.type == device.type for n in wanted):
-            torch.accelerator.synchronize()
+        there = [n for n in wanted if device is not None and tensors[n].local.device.type == device.type]
+        here = [n for n in wanted if n not in set(there)]
+        with torch.no_grad():
+            if here:
+                torch._foreach_copy_([self._views[n] for n in here], [tensors[n].local for n in here])
+            if not there:
+                return None
+            stream = self._stream = self._stream or torch.Stream(device=device)
+            if begun is None:
+                begun = torch.accelerator.current_stream().record_event()
+            stream.wait_event(begun)
+            with stream:
+                sources = [tensors[n].local for n in there]
+                torch._foreach_copy_([self._views[n] for n in there], sources, non_blocking=True)
+            return stream.record_event()
 
     def put_small(self, data: bytes) -> None:
         """Write the small state, padded with spaces to its room."""
@@ -88,3 +112,13 @@ class Staging:
             hasher.update(f"{name} {entry.dtype} {entry.shape}".encode())
             hasher.update(image[entry.start : entry.stop])
         return hasher.hexdigest()
+
+
+def _pin(memory: torch.Tensor) -> None:
+    """Register the buffer with CUDA, so that copies into it run beside the compute. Torch's own pinned allocator would round its
+    size up to a power of two. Elsewhere copies from a device stay pageable: right, but the host waits for them."""
+    if torch.cuda.is_available() and torch.version.hip is None:
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+        if int(status) != 0:
+            log.warning("the staging could not be pinned (CUDA error %d): the copies block the host", int(status))

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from holdfast.core.documents import canonical
 from holdfast.core.manifest import attempt_name
 from holdfast.engine import rng
@@ -243,6 +245,8 @@ class Checkpointer:
             raise
         if not later:
             capture.done.set()
+        elif torch.accelerator.is_available():
+            capture.begun = torch.accelerator.current_stream().record_event()
         self._service.submit(Job(save, plan, collected, self._staging, capture if later else None))
         save.blocked_s += time.perf_counter() - started
         self._gate.charge(save)

@@ -3,6 +3,10 @@
 A pre-step hook on every optimizer waits for the copy that is under way, and so does `mutating()` around whatever else
 changes parameters. The gate opens by itself when the copy is done, when it failed, and when it takes longer than its
 deadline; the copy is void then, so that a slow or dead service thread never stops the training.
+
+On an accelerator the host runs ahead of the device, so the gate lives in streams: the copies wait, on a stream of their own,
+for an event that the training thread recorded after the last step's kernels; the host waits only until they are enqueued, and
+has the compute stream wait for their end. State on the host (offloaded parameters, step counters) is copied before that.
 """
 
 from __future__ import annotations
@@ -28,11 +32,17 @@ class Charged(Protocol):
 
 
 class Capture:
-    """One copy of the state under way. `void` is set when it must not be used any more."""
+    """One copy of the state under way. `void` is set when it must not be used any more.
+
+    `done` means that the host may go on. On a device `begun` is the event after which the state is that of the save, and `ended`
+    the one before which the compute stream must not change it.
+    """
 
     def __init__(self) -> None:
         self.done = threading.Event()
         self.void = False
+        self.begun: torch.Event | None = None
+        self.ended: torch.Event | None = None
 
 
 class Gate:
@@ -108,6 +118,8 @@ class Gate:
                 log.error("the copy of the state was not done after %.0f s: it is void, and the training goes on", self._deadline)
             if self._charged is not None:
                 self._charged.blocked_s += time.perf_counter() - start
+        if capture.ended is not None and not capture.void:
+            torch.accelerator.current_stream().wait_event(capture.ended)
         with self._lock:
             if self._capture is capture:
                 self._capture = None

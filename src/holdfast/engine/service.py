@@ -192,9 +192,12 @@ class Service:
         if job.capture is None:
             return
         start = time.perf_counter()
-        job.staging.copy([n for n in job.staging.names if n not in job.collected.volatile], job.collected.tensors)
+        names = [n for n in job.staging.names if n not in job.collected.volatile]
+        job.capture.ended = job.staging.enqueue(names, job.collected.tensors, job.capture.begun)
+        job.capture.done.set()  # the host may go on; the compute stream waits for the copies' end
+        if job.capture.ended is not None:
+            job.capture.ended.synchronize()
         job.save.captured_s = time.perf_counter() - start
-        job.capture.done.set()
         if job.capture.void:
             raise SaveFailed("the copy of the state took longer than its deadline, and the training went on without it")
 
