@@ -1,10 +1,10 @@
-# Three commands, each complete by itself: `make demo`, `make test` and `make matrix`.
+# Each complete by itself: `make demo`, `make test`, `make matrix` and `make faults`.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test matrix lint install clean
+.PHONY: demo test matrix faults lint install clean
 
 demo: $(STAMP)
 	$(BIN)/holdfast demo --output_dir out/demo
@@ -15,6 +15,10 @@ test: lint
 # Every sharding into every other, with each optimizer: the table. The tests run some of its pairs.
 matrix: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/matrix.py
+
+# Every operation of a save, interrupted in every way: the table. The tests run some of its cases; EVERY=5 a fifth.
+faults: $(STAMP)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/faults/table.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
