@@ -278,11 +278,17 @@ def write_native_llama(folder: Path, base: Path) -> dict[str, torch.Tensor]:
     return {name: whole(p) for name, p in model.named_parameters()}
 
 
-def write_native(folder: Path) -> State:
-    """`Net` under FSDP2, three steps, saved by Holdfast."""
+def write_native(folder: Path, sharding: str = "fsdp2") -> State:
+    """`Net` under FSDP2, or FSDP1 without its parameters' own names, three steps, saved by Holdfast."""
     import holdfast
 
     model, optimizer, scheduler = sharded()
+    if sharding == "fsdp1":
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+        model = FSDP(build(), use_orig_params=False, device_id=torch.device("cpu"))
+        optimizer = optimizer_of(model)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(70 + dist.get_rank())
     for _ in range(3):
@@ -290,7 +296,9 @@ def write_native(folder: Path) -> State:
     checkpointer = holdfast.Checkpointer(folder, model=model, optimizer=optimizer, lr_scheduler=scheduler)
     checkpointer.save(3)
     checkpointer.close()
-    return State(snapshot(model, optimizer), draws(), scheduler.get_last_lr())
+    drawn = draws()
+    state = whole_fsdp1(model, optimizer) if sharding == "fsdp1" else snapshot(model, optimizer)
+    return State(state, drawn, scheduler.get_last_lr())
 
 
 def load_dcp(folder: Path) -> dict[str, Any]:
@@ -328,3 +336,26 @@ def load_accelerate(folder: Path, version: str) -> State:
     drawn = draws()
     state = gathered(accelerator, model, optimizer) if version else snapshot(model, optimizer.optimizer)
     return State(state, drawn, scheduler.scheduler.get_last_lr())
+
+
+def write_two_models(folder: Path) -> list[dict[str, Any]]:
+    """accelerate with two models and an optimizer for each, as GANs and distillation have them."""
+    accelerator = accelerator_for("", "")
+    models = [build(), nn.Linear(3, 2)]
+    optimizers = [optimizer_of(model) for model in models]
+    prepared = accelerator.prepare(*models, *optimizers)
+    for model in prepared[:2]:
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+    for optimizer in prepared[2:]:
+        optimizer.step()
+    accelerator.save_state(str(folder), safe_serialization=False)
+    return [snapshot(model, optimizer.optimizer) for model, optimizer in zip(prepared[:2], prepared[2:], strict=True)]
+
+
+def load_two_models(folder: Path) -> list[dict[str, Any]]:
+    accelerator = accelerator_for("", "")
+    models = [build(), nn.Linear(3, 2)]
+    prepared = accelerator.prepare(*models, *[optimizer_of(model) for model in models])
+    accelerator.load_state(str(folder))
+    return [snapshot(model, optimizer.optimizer) for model, optimizer in zip(prepared[:2], prepared[2:], strict=True)]

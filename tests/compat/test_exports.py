@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,12 @@ import pytest
 import torch
 from compat import foreign
 from compat.foreign import State
+from hypothesis import given
+from hypothesis import strategies as st
 
 import holdfast
 from holdfast.engine.export import Request, export_checkpoint
+from holdfast.engine.extract import cuts
 from holdfast.errors import CorruptCheckpoint, IncompatibleCheckpoint, UsageError
 from holdfast.testing.pool import RankPool
 
@@ -202,6 +206,13 @@ def test_dcp(pool: RankPool, native: tuple[Path, list[State]], tmp_path: Path) -
     assert content["optimizer"]["param_groups"][0]["params"] == list(weights)
 
 
+def test_what_fsdp1_saved_flat(pool: RankPool, tmp_path: Path) -> None:
+    states: list[State] = pool.run(foreign.write_native, 3, tmp_path / "run", "fsdp1")
+    export_checkpoint(Request(tmp_path / "run", tmp_path / "out", "dcp"))
+    for found in pool.run(foreign.load_dcp, 2, tmp_path / "out"):
+        assert_equal(found, states[0].tensors)
+
+
 @pytest.mark.parametrize(
     ("to", "version", "ranks"),
     [("accelerate", "", 2), ("accelerate-fsdp", "1", 2), ("accelerate-fsdp", "2", 2)],
@@ -255,6 +266,19 @@ def test_a_flipped_bit_ends_the_export(llama_folder: Path, tmp_path: Path) -> No
     with pytest.raises(CorruptCheckpoint, match="not what was written"):
         export_checkpoint(Request(checkpoint, tmp_path / "out", "transformers", base=llama_folder))
     assert not (tmp_path / "out").exists()
+
+
+@given(st.lists(st.integers(0, 5), max_size=4), st.sampled_from([1, 4, 8]), st.integers(8, 200))
+def test_cuts_are_consecutive_bounded_and_complete(shape: list[int], item: int, limit: int) -> None:
+    """Against the plainest oracle: the elements' numbers, taken out box by box, count up."""
+    elements = torch.arange(math.prod(shape)).view(shape)
+    taken = []
+    for box in cuts(tuple(shape), item, limit):
+        assert box.numel * item <= limit
+        part = elements[tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))]
+        assert tuple(part.shape) == box.size
+        taken += part.flatten().tolist()
+    assert taken == list(range(math.prod(shape)))
 
 
 BOUND = 100 << 20

@@ -16,6 +16,7 @@ from compat.foreign import State, build, optimizer_of
 
 import holdfast
 from holdfast import cli
+from holdfast.engine.export import Request, export_checkpoint
 from holdfast.engine.importer import import_checkpoint, order_of
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, IncompatibleCheckpoint, UsageError
 from holdfast.formats.recognise import ACCELERATE, DCP, NATIVE, TRAINER, WEIGHTS, recognise
@@ -76,6 +77,22 @@ def test_accelerate_under_ddp(pool: RankPool, tmp_path: Path, safe: bool) -> Non
     with holdfast.Checkpointer(tmp_path / "out", model=model, extra={"custom_checkpoint_0": counter}) as checkpointer:
         checkpointer.resume("checkpoint-3")
     assert counter.count == 41
+
+
+def test_two_models_and_back(pool: RankPool, tmp_path: Path) -> None:
+    """Imported, resumed as lists, exported for accelerate again and loaded there."""
+    (written,) = pool.run(foreign.write_two_models, 1, tmp_path / "foreign")
+    import_checkpoint(tmp_path / "foreign", tmp_path / "out")
+    models = [build(), torch.nn.Linear(3, 2)]
+    optimizers = [optimizer_of(model) for model in models]
+    with holdfast.Checkpointer(tmp_path / "out", model=models, optimizer=optimizers) as checkpointer:
+        assert checkpointer.resume() == 1
+    for model, optimizer, expected in zip(models, optimizers, written, strict=True):
+        assert_equal(foreign.snapshot(model, optimizer), expected)
+    export_checkpoint(Request(tmp_path / "out", tmp_path / "back", "accelerate"))
+    (loaded,) = pool.run(foreign.load_two_models, 1, tmp_path / "back")
+    for found, expected in zip(loaded, written, strict=True):
+        assert_equal(found, expected)
 
 
 def test_a_wrong_order_is_refused(pool: RankPool, tmp_path: Path) -> None:
