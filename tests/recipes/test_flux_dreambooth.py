@@ -25,7 +25,9 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import CLIPTextModel, T5EncoderModel  # noqa: F401
 
+from holdfast.engine.extract import open_checkpoint, read_whole
 from holdfast.errors import UsageError
+from holdfast.integrations import accelerate_config
 from holdfast.recipes import flux_dreambooth as recipe
 from holdfast.testing import Died, RankPool
 from holdfast.training import loop, setup
@@ -43,6 +45,27 @@ FSDP = {
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
 }
+# A user's accelerate config as it stands: no fsdp_version means version 1.
+FSDP1_CONFIG = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_activation_checkpointing: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch: BACKWARD_PRE
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_forward_prefetch: true
+  fsdp_offload_params: true
+  fsdp_sharding_strategy: FULL_SHARD
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_sync_module_states: true
+  fsdp_use_orig_params: false
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+enable_cpu_affinity: true
+use_cpu: true
+"""
 PRODIGY = {"optimizer": "prodigy", "learning_rate": 1.0, "lr_warmup_steps": 0}
 ADAMW = {"optimizer": "AdamW", "learning_rate": 1e-3, "lr_scheduler": "linear", "lr_warmup_steps": 2}
 
@@ -180,6 +203,34 @@ TOPOLOGIES = {
 }
 
 
+def fsdp1_environment(folder: Path) -> dict[str, str]:
+    """What `accelerate launch` and `holdfast launch` make of the config."""
+    (folder / "config.yaml").write_text(FSDP1_CONFIG)
+    return accelerate_config.read(folder / "config.yaml").environment()
+
+
+def test_fsdp1_is_killed_resumed_and_exported(pool: RankPool, flux_folder, photo_folder, tmp_path):
+    """The config without a version, with Prodigy: the same numbers after a kill, a pipeline at the end, other ranks after it."""
+    environment = fsdp1_environment(tmp_path)
+    assert (environment["FSDP_VERSION"], environment["FSDP_USE_ORIG_PARAMS"]) == ("1", "false")
+    check_killed_and_resumed(pool, flux_folder, photo_folder, tmp_path, 2, environment, {**PRODIGY, "cpu_fsdp": True})
+
+    pipeline = FluxPipeline.from_pretrained(tmp_path / "killed", dtype=torch.float32)
+    saved = load_file(tmp_path / "killed/transformer/diffusion_pytorch_model.safetensors")
+    assert all(torch.equal(value.float(), saved[name].float()) for name, value in pipeline.transformer.state_dict().items())
+    base = load_file(flux_folder / "transformer/diffusion_pytorch_model.safetensors")
+    assert saved.keys() == base.keys()
+    assert any(not torch.equal(saved[name].float(), base[name].float()) for name in base)
+
+    # From there on under FSDP2, on another number of ranks: the same weights in the loop.
+    again = flags_for(flux_folder, photo_folder, tmp_path / "killed", **PRODIGY, cpu_fsdp=True, resume_from_checkpoint="latest")
+    look = Job({**again, "max_train_steps": STEPS + 1}, FSDP, look_before=1, stop_before=1)
+    checkpoint = open_checkpoint(tmp_path / "killed" / f"checkpoint-{STEPS}")
+    for result in pool.run(run, 3, look):
+        for name in base:
+            assert result["state"][name] == digest(read_whole(checkpoint, f"model.{name}")), name
+
+
 def numbers(out: Path) -> list[tuple[Any, ...]]:
     """What two equal runs have in common, bit for bit: everything but the times."""
     return [tuple(v for k, v in line.items() if k != "step_s") for line in read_lines(out / "metrics.jsonl")]
@@ -189,8 +240,10 @@ def numbers(out: Path) -> list[tuple[Any, ...]]:
 def test_a_killed_and_resumed_run_is_the_uninterrupted_run(
     pool: RankPool, flux_folder, photo_folder, tmp_path, topology
 ):
-    ranks, environment, more = TOPOLOGIES[topology]
+    check_killed_and_resumed(pool, flux_folder, photo_folder, tmp_path, *TOPOLOGIES[topology])
 
+
+def check_killed_and_resumed(pool, flux_folder, photo_folder, tmp_path, ranks, environment, more):
     def flags(out: str, **changes: Any) -> dict[str, Any]:
         return flags_for(flux_folder, photo_folder, tmp_path / out, **{**more, **changes})
 

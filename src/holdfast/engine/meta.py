@@ -82,18 +82,19 @@ def materialise(
             module._apply(lambda tensor: tensor, recurse=False)  # type: ignore[no-untyped-call]
 
 
-def give_memory(device: torch.device) -> Callable[[nn.Module], None]:
+def give_memory(device: torch.device) -> Callable[[nn.Module], nn.Module]:
     """FSDP1's `param_init_fn`: memory for what a module itself has on the meta device, uninitialised and in place.
 
     Buffers are left alone: real ones keep their values, and `load_pretrained` knows where others get theirs.
     """
 
-    def materialise_own(module: nn.Module) -> None:
+    def materialise_own(module: nn.Module) -> nn.Module:
         for parameter in module.parameters(recurse=False):
             if parameter.is_meta:
                 real = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
                 real.__dict__.update(parameter.__dict__)
                 torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+        return module
 
     return materialise_own
 

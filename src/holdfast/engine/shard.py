@@ -101,7 +101,7 @@ def _version_1(
         cpu_offload=CPUOffload(offload and device.type != "cpu"),
         mixed_precision=MixedPrecision(compute_dtype, torch.float32) if compute_dtype else None,
         device_id=device,
-        param_init_fn=give_memory(device),
+        param_init_fn=give_memory(device),  # type: ignore[arg-type]  # torch has no use for what it returns, Accelerate has
         use_orig_params=use_orig_params,
     )
 

@@ -1,8 +1,8 @@
 """From flags and the accelerate config to an Accelerator and a model that is sharded, loaded and ready to train.
 
-No rank ever holds a sharded model whole: under FSDP2 it is built on the meta device, cut, and each rank reads its own
-slices from disk. Accelerate's own ways of loading (one rank reads and broadcasts) are switched off. Elsewhere (FSDP1,
-DDP, one process) every rank reads the whole from disk.
+No rank ever holds a sharded model whole: it is built on the meta device, cut, and each rank reads its own slices from
+disk. Accelerate's own ways of loading (one rank reads and broadcasts) are switched off. Elsewhere (DDP, one process)
+every rank reads the whole from disk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from accelerate.utils import DistributedType, ProjectConfiguration
 from torch import nn
 
 import holdfast
-from holdfast.engine.meta import parameters_on_meta
+from holdfast.engine.meta import give_memory, parameters_on_meta
 from holdfast.errors import UsageError
 from holdfast.integrations import cpu_ranks
 from holdfast.training.config import DiffusionConfig
@@ -126,12 +126,16 @@ def prepare_model(
     fsdp = accelerator.distributed_type == DistributedType.FSDP
     if checkpointing and not (fsdp and accelerator.state.fsdp_plugin.activation_checkpointing):
         model.enable_gradient_checkpointing()  # type: ignore[operator]
-    if not accelerator.is_fsdp2:
-        # Straight onto the device, but for FSDP1, which has yet to cut it: the whole may not fit there.
-        device = None if fsdp else accelerator.device
-        holdfast.load_pretrained(model, folder, dtype=torch.float32, device=device, variant=variant)
-        prepared: nn.Module = accelerator.prepare(model)
+    prepared: nn.Module
+    if not fsdp:
+        holdfast.load_pretrained(model, folder, dtype=torch.float32, device=accelerator.device, variant=variant)
+        prepared = accelerator.prepare(model)
         return prepared
+    if not accelerator.is_fsdp2:
+        # A unit at a time gets memory and is cut; its values come afterwards. FSDP1 keeps the types that it finds.
+        accelerator.state.fsdp_plugin.param_init_fn = give_memory(accelerator.device)
+        prepared = accelerator.prepare(model.float())
+        return holdfast.load_pretrained(prepared, folder, variant=variant)
     # Accelerate shards a model only together with an optimizer, whose parameters it then swaps by their address. On the
     # meta device all addresses are 0, so it gets one without parameters, and the real one is made afterwards.
     prepared, _ = accelerator.prepare(model, torch.optim.SGD([{"params": []}], lr=0.0))
