@@ -139,6 +139,7 @@ def _write_file(
                 raise CorruptCheckpoint(f"{name} is {tensor.dtype} {list(tensor.shape)}, announced was {sources[name]}")
             assert tensor.numel() * item_size(specs[name].dtype) == entries[name].nbytes
             stream.write(as_bytes(tensor))
+            del tensor  # before the next one is read
         stream.write(torch.frombuffer(bytearray(small), dtype=torch.uint8))
         stream.flush()
         file.close(size)
