@@ -72,9 +72,9 @@ class Run:
     """Bytes by which the process grew at its peak beyond what it had before and the new optimizer state."""
 
 
-def save(folder: Path, sharding: str, optimizer: str) -> Run:
+def save(folder: Path, sharding: str, optimizer: str, width: int = WIDTH) -> Run:
     """Train, save, note the state, go on."""
-    model, opt, checkpointer = _begin(folder, sharding, optimizer)
+    model, opt, checkpointer = _begin(folder, sharding, optimizer, width)
     with checkpointer:
         for step in range(STEPS):
             _step(model, opt, step)
@@ -82,10 +82,10 @@ def save(folder: Path, sharding: str, optimizer: str) -> Run:
     return Run(0, _digests(model, opt), [_step(model, opt, step) for step in range(STEPS, 2 * STEPS)])
 
 
-def load(folder: Path, sharding: str, optimizer: str) -> Run:
+def load(folder: Path, sharding: str, optimizer: str, width: int = WIDTH) -> Run:
     """Resume, note the state, go on."""
     storage = CountingFolder(folder)
-    model, opt, checkpointer = _begin(storage, sharding, optimizer)
+    model, opt, checkpointer = _begin(storage, sharding, optimizer, width)
     before, calls, already = _peak_memory(reset=True), jobs.collectives(), storage.read
     step = checkpointer.resume()
     calls = jobs.collectives() - calls
@@ -98,8 +98,10 @@ def load(folder: Path, sharding: str, optimizer: str) -> Run:
     return run
 
 
-def _begin(folder: Path | LocalFolder, sharding: str, optimizer: str) -> tuple[nn.Module, Any, holdfast.Checkpointer]:
-    model = jobs.build(sharding, WIDTH).eval()  # dropout would draw from each rank's own generator
+def _begin(
+    folder: Path | LocalFolder, sharding: str, optimizer: str, width: int
+) -> tuple[nn.Module, Any, holdfast.Checkpointer]:
+    model = jobs.build(sharding, width).eval()  # dropout would draw from each rank's own generator
     opt = jobs.make_optimizer(optimizer, model)
     return model, opt, holdfast.Checkpointer(folder, model=model, optimizer=opt)
 
@@ -151,6 +153,7 @@ def problems(saved: list[Run], loaded: list[Run], same: bool) -> Iterator[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, action="append")
+    parser.add_argument("--width", type=int, default=2 * WIDTH, help="of the two square weights; the rest is small")
     options = parser.parse_args()
     wrong, pairs = [], 0
     with tempfile.TemporaryDirectory(prefix="holdfast-matrix-") as root, RankPool() as pool:
@@ -160,13 +163,13 @@ def main() -> int:
                 folder = Path(root) / optimizer
                 folder.mkdir()
                 with contextlib.redirect_stdout(None):
-                    saved = pool.run(save, ranks, folder, sharding, optimizer, timeout=120)
+                    saved = pool.run(save, ranks, folder, sharding, optimizer, options.width, timeout=120)
                 for other, world_size in SHARDINGS:
                     pairs += 1
                     found, figures = [], ""
                     try:
                         with contextlib.redirect_stdout(None):
-                            loaded = pool.run(load, world_size, folder, other, optimizer, timeout=120)
+                            loaded = pool.run(load, world_size, folder, other, optimizer, options.width, timeout=120)
                     except RankFailure as failure:
                         found = [str(failure)]
                     else:

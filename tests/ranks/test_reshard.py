@@ -231,6 +231,60 @@ def test_sliced_prodigy_stays_where_it_is(pool: RankPool, tmp_path: Path, shardi
             assert "is not of its parameter's shape" in error
 
 
+# ------------------------------------------------------------------------------------------------- state that is not there
+
+
+class Unused(nn.Module):
+    """Two layers, of which one never gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 5), nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def with_unused(folder: Path, sharding: str, save: bool) -> tuple[str, set[str]]:
+    """The error, if any, and the names of parameters that have optimizer state on this rank."""
+    torch.manual_seed(0)
+    model: nn.Module = Unused()
+    if sharding.startswith("fsdp1"):
+        options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": sharding == "fsdp1"}
+        if sharding == "fsdp1":  # in a unit of its own; in one unit with others it would get a gradient of zeros
+            model.unused = FullyShardedDataParallel(model.unused, **options)
+        model = FullyShardedDataParallel(model, **options)
+    elif sharding == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    try:
+        with holdfast.Checkpointer(folder, model=model, optimizer=optimizer) as checkpointer:
+            if save:
+                model(torch.ones(2, 6)).sum().backward()
+                optimizer.step()
+                checkpointer.save(1)
+            else:
+                checkpointer.resume()
+    except IncompatibleCheckpoint as refused:
+        return str(refused), set()
+    names = {id(p): jobs.clean(n) for n, p in model.named_parameters()}
+    return "", {names[id(p)] for p in optimizer.state}
+
+
+@pytest.mark.parametrize("saved", ["fsdp1", "fsdp2", "none"])
+def test_a_parameter_without_gradient_has_no_state_anywhere(pool: RankPool, tmp_path: Path, saved: str) -> None:
+    pool.run(with_unused, 1 if saved == "none" else 2, tmp_path, saved, save=True)
+    checkpoint = Checkpoint(LocalFolder(tmp_path), "checkpoint-1")
+    there = {spec.slot.param for name, spec in checkpoint.tensors.items() if spec.slot and checkpoint.exists(name)}
+    assert there == {"model.used.weight", "model.used.bias"}
+    for sharding, ranks in (("fsdp1", 3), ("fsdp2", 2), ("none", 1)):
+        results = pool.run(with_unused, ranks, tmp_path, sharding, save=False)
+        assert [error for error, _ in results] == [""] * ranks
+        assert set().union(*(names for _, names in results)) == {"used.weight", "used.bias"}
+    for error, _ in pool.run(with_unused, 2, tmp_path, "fsdp1-flat", save=False):  # one state for both is not to be had
+        assert "has less state in optimizer than others that are in one flat parameter with it here" in error
+
+
 # --------------------------------------------------------------------------------------------- refused at registration
 
 

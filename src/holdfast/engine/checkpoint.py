@@ -134,6 +134,15 @@ class Checkpoint:
             return [rank for rank, _, _ in spec.placement.pieces(prod(spec.shape), *span(spec.shape, wanted))]
         return [rank for rank, _ in spec.placement.pieces(spec.shape, spec.replica, wanted)]
 
+    def exists(self, name: str) -> bool:
+        """Whether any file has a tensor: optimizer state of flat units is described wherever it could be."""
+        spec = self.tensors[name]
+        if spec.shape is None:
+            return any(name in self.header(rank) for rank in range(self.manifest.world_size))
+        if spec.slot is None or not isinstance(spec.placement, Flat):
+            return True
+        return any(name in self.header(rank) for rank in self.writers(spec, Box.whole(spec.shape))[:1])
+
     def pieces(self, name: str, spec: TensorSpec, wanted: Box) -> Iterator[tuple[int, Box, Entry]]:
         """(rank, box, where in that rank's file) of every written box of a placed or flat tensor that meets `wanted`."""
         assert spec.placement is not None and spec.shape is not None

@@ -273,5 +273,5 @@ def _export_accelerate(checkpoint: Checkpoint, request: Request) -> list[str]:
 def optimizer_tensors(checkpoint: Checkpoint, key: str) -> Iterator[tuple[str, str, Stored]]:
     """(parameter, state key, tensor) of one optimizer's state."""
     for name, spec in sorted(checkpoint.tensors.items()):
-        if spec.slot is not None and spec.slot.optimizer == key:
+        if spec.slot is not None and spec.slot.optimizer == key and checkpoint.exists(name):
             yield spec.slot.param, spec.slot.key, stored(checkpoint, name)
