@@ -15,7 +15,10 @@ from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from holdfast.engine.deadlines import Deadlines
+from holdfast.engine.lease import Lease
+from holdfast.engine.store import Run
 from holdfast.errors import HoldfastError, SaveFailed, UnsupportedState
+from holdfast.storage import LocalFolder
 from holdfast.testing.faults import Fault, FaultyFolder
 
 if TYPE_CHECKING:
@@ -289,3 +292,25 @@ def test_group_values_of_one_rank_go_back_to_it_or_are_refused(pool: RankPool, t
     for text in pool.run(resume_own, 3, tmp_path):
         assert "values in the parameter groups of optimizer differ between the ranks that saved it" in text
         assert "resume on 2 ranks" in text
+
+
+def second_job(folder: Path) -> tuple[str, float]:
+    start = time.monotonic()
+    try:
+        checkpointer(folder, sharded(1.0))
+    except HoldfastError as error:
+        return str(error), time.monotonic() - start
+    return "", 0.0
+
+
+def test_ranks_of_a_job_that_is_refused_need_not_wait(pool: RankPool, tmp_path: Path) -> None:
+    """Rank 0 finds the folder taken, and says so to the ranks that come to meet it."""
+    lease = Lease(LocalFolder(tmp_path))
+    lease.take(Run.begin(1, str(tmp_path)))
+    try:
+        (own, _), (others, waited) = pool.run(second_job, 2, tmp_path)
+    finally:
+        lease.release()
+    assert own.startswith("another job (process ")
+    assert others.startswith("rank 0 cannot begin: another job (process ")
+    assert waited < 18

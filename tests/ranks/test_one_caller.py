@@ -193,3 +193,21 @@ def test_a_signal_gives_one_checkpoint_and_one_stop(
     assert saves == [(step, "complete")]
     assert step < 60
     assert [p.name for p in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{step}"]
+
+
+def other_signals(folder: Path) -> tuple[bool, bool]:
+    """Ctrl-C is not one of them, and afterwards every signal does what it did before."""
+    before = signal.getsignal(signal.SIGTERM)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    signal.signal(signal.SIGUSR2, lambda *_: None)
+    checkpointer = holdfast.Checkpointer(folder, model=model, optimizer=optimizer, stop_signals=[signal.SIGTERM])
+    os.kill(os.getpid(), signal.SIGUSR2)
+    time.sleep(0.5)
+    called = checkpointer._watcher.call_to_stop is not None
+    checkpointer.close()
+    return called, signal.getsignal(signal.SIGTERM) is before
+
+
+def test_only_the_signals_that_were_named_stop_a_run(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(other_signals, 1, tmp_path) == [(False, True)]

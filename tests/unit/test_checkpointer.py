@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import nn
 
 import holdfast
@@ -487,6 +488,28 @@ def test_trouble_after_the_commit_does_not_fail_the_save(
     checkpointer.wait()
     assert [s.state for s in checkpointer.saves] == ["complete", "complete"]
     assert "is open elsewhere" in caplog.text
+
+
+def test_another_versions_checkpoint_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run beside it begins, saves and resumes; with it alone nothing is started over silently."""
+    save_one(tmp_path, 1)
+    folder = tmp_path / "checkpoint-1"
+    for file in folder.glob("*.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 2}))
+    before = {p.name: p.read_bytes() for p in files_of(folder)}
+    with pytest.raises(NoUsableCheckpoint, match="is of format version 2, this Holdfast reads version 1"):
+        resumed(tmp_path)
+    model, optimizer = linear()
+    with holdfast.Checkpointer(tmp_path, model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.save(2)
+    assert resumed(tmp_path)[0] == 2
+    assert {p.name: p.read_bytes() for p in files_of(folder)} == before
+
+
+def test_a_foreign_checkpoint_is_recognised(tmp_path: Path) -> None:
+    torch.distributed.checkpoint.save({"a": torch.ones(2)}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    with pytest.raises(CheckpointNotFound, match=r"which has to be imported first: holdfast import .*dcp OUTPUT_DIR"):
+        resumed(tmp_path, "dcp")
 
 
 # -- what is refused

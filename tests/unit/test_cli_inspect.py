@@ -50,7 +50,7 @@ def test_repair(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["repair", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "removed 2 files of interrupted saves from checkpoint-2",
-        "completed checkpoint-3: all ranks had written it and only its manifest was missing",
+        "completed checkpoint-3: all ranks had written it and only its manifest was missing or damaged",
     ]
     assert (folder / "checkpoint-3" / "manifest.json").read_bytes() == expected
     assert main(["repair", str(folder)]) == 0

@@ -20,6 +20,7 @@ from holdfast.core.safetensors import Entry, header_length, parse_header
 from holdfast.engine.blocks import BlockFile
 from holdfast.engine.plan import STATE_TENSOR
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint
+from holdfast.formats.recognise import NATIVE, recognise
 from holdfast.storage import Storage
 
 
@@ -50,6 +51,9 @@ class Checkpoint:
         receipts = sum(n.startswith("rank-") and n.endswith(".json") for n in names)
         if receipts or any(n.startswith("rank-") for n in names):
             return f"{self.where} is incomplete: it has {receipts} receipts and no {MANIFEST_FILE} (its save was interrupted)"
+        kind = recognise(self.storage, self.folder)
+        if kind not in (None, NATIVE):
+            return f"{self.where} is {kind}, which has to be imported first: holdfast import {self.where} OUTPUT_DIR"
         return f"{self.where} is no Holdfast checkpoint: it has no {MANIFEST_FILE} (it holds {', '.join(sorted(names)[:3])})"
 
     @cached_property

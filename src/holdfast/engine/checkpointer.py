@@ -33,7 +33,7 @@ from holdfast.engine.restore import restore_rng
 from holdfast.engine.resume import Resume, folder_of, survey, tidy
 from holdfast.engine.retention import Retention, remove_checkpoint
 from holdfast.engine.service import Job, Save, Service
-from holdfast.engine.store import Below, Run, Store, connect, shake_hands
+from holdfast.engine.store import Below, Run, Store, connect, shake_hands, turn_away
 from holdfast.engine.watch import BEAT, IDLE, Request, Watcher, say_goodbye
 from holdfast.errors import DeadlineExceeded, HoldfastError, SaveFailed, UsageError
 from holdfast.storage import LocalFolder, Storage
@@ -300,7 +300,8 @@ class Checkpointer:
         """Whether the run ends here: true on every rank after the same step, with a checkpoint of that step under way.
 
         Ask it at the end of an iteration, after the step, and leave the loop; `close` waits for the checkpoint. It becomes true
-        within two steps after any rank received one of `stop_signals`.
+        within two steps after all ranks have heard that one of them received one of `stop_signals` (a fraction of a second); a run
+        that ends before then ends as it would have.
         """
         calls = self._calls
         request = next((r for r in self._watcher.requests.values() if r.stop), None) if calls is not None else None
@@ -454,11 +455,13 @@ class Checkpointer:
             own = usable_folder(given.absolute())
         run = None
         if self._rank == 0:
-            assert own is not None
-            self._lease = Lease(own)
-            run = Run.begin(self._lease.await_free(survey(own).complete), own.describe())
-            self._lease.take(run)
-            tidy(own)  # before the others are answered: nobody else can be writing yet
+            try:
+                assert own is not None
+                run = self._own(own)
+            except BaseException as error:
+                if self._world_size > 1:
+                    turn_away(store, self._world_size, error)
+                raise
         try:
             run = shake_hands(store, self._rank, self._world_size, run, self._deadlines)
         except BaseException:
@@ -467,6 +470,14 @@ class Checkpointer:
             raise
         storage = own if own is not None else usable_folder(Path(run.folder))
         return storage, run
+
+    def _own(self, storage: Storage) -> Run:
+        """On rank 0: take the folder over, and tidy it before the others are answered: nobody else can be writing yet."""
+        self._lease = Lease(storage)
+        run = Run.begin(self._lease.await_free(survey(storage).complete), storage.describe())
+        self._lease.take(run)
+        tidy(storage)
+        return run
 
     def _after_commit(self, save: Save) -> None:
         """On the service thread, once a save is complete: rank 0 removes what `keep_last` no longer wants."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from holdfast.core.manifest import MANIFEST_FILE, RANK_NAME, Announcement, Manifest, Receipt, layout_file, rank_file
 from holdfast.engine.commit import write_manifest
-from holdfast.errors import CorruptCheckpoint
+from holdfast.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
 from holdfast.storage import Storage
 
 
@@ -21,7 +21,7 @@ def attempts(storage: Storage, folder: str) -> dict[str, list[Receipt]]:
             continue
         try:
             receipt = Receipt.parse(storage.get(f"{folder}/{name}"), f"{storage.describe()}/{folder}/{name}")
-        except (CorruptCheckpoint, OSError):
+        except (CheckpointError, OSError):
             continue
         if (receipt.attempt, receipt.rank) == (match[2], int(match[1])):
             found.setdefault(receipt.attempt, {})[receipt.rank] = receipt
@@ -38,6 +38,8 @@ def finish(storage: Storage, folder: str) -> Manifest | None:
         complete = Manifest.parse(storage.get(f"{folder}/{MANIFEST_FILE}"), folder)
     except (FileNotFoundError, NotADirectoryError, CorruptCheckpoint):
         complete = None
+    except IncompatibleCheckpoint:
+        return None  # another version's: not ours to judge
     candidates = [receipts for receipts in attempts(storage, folder).values() if _whole(storage, folder, receipts)]
     if not candidates:
         return None
@@ -76,7 +78,7 @@ def remove_leftovers(storage: Storage, folder: str) -> list[str]:
         manifest: Manifest | None = Manifest.parse(storage.get(f"{folder}/{MANIFEST_FILE}"), folder)
     except FileNotFoundError:
         manifest = None
-    except (OSError, CorruptCheckpoint):
+    except (OSError, CheckpointError):
         return []  # a damaged manifest is evidence; what it named may still be wanted
     layouts = {layout_file(d) for d in manifest.layouts} if manifest is not None else set()
     removed = []

@@ -54,7 +54,7 @@ def tidy(storage: Storage) -> list[str]:
             continue
         try:
             if repair.finish(storage, name) is not None:
-                done.append(f"completed {name}: all ranks had written it and only its manifest was missing")
+                done.append(f"completed {name}: all ranks had written it and only its manifest was missing or damaged")
             elif removed := repair.remove_leftovers(storage, name):
                 done.append(f"removed {len(removed)} files of interrupted saves from {name}")
         except OSError as error:

@@ -23,7 +23,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from holdfast.engine.deadlines import POLL, Deadlines
-from holdfast.errors import DeadlineExceeded
+from holdfast.errors import DeadlineExceeded, UsageError
 
 _instances = 0
 """Checkpointers made in this process; ranks make them in the same order, so the n-th of each rank belong together."""
@@ -185,6 +185,8 @@ def shake_hands(store: Store, rank: int, world_size: int, run: Run | None, deadl
     store.publish(f"hello/{rank}", json.dumps(hello).encode())
     while True:
         answer = json.loads(store.look(f"welcome/{rank}") or b"{}")
+        if answer.get("token") == token and "error" in answer:
+            raise UsageError(f"rank 0 cannot begin: {answer['error']}")
         if answer.get("token") == token:
             store.publish(f"{answer['nonce']}/met/{rank}", b"1")
             return Run(answer["nonce"], answer["run_sequence"], answer["folder"])
@@ -216,6 +218,23 @@ def _welcome(store: Store, world_size: int, run: Run, end: float, deadlines: Dea
         if missing:
             time.sleep(POLL)
     return run
+
+
+TURNED_AWAY = 5.0
+"""Seconds for which rank 0, which cannot begin, still answers the others; who comes later runs into the handshake's deadline."""
+
+
+def turn_away(store: Store, world_size: int, error: BaseException) -> None:
+    """On rank 0: tell the ranks that come why there will be no run, so that nobody waits for it."""
+    message = str(error.args[0]) if error.args else repr(error)
+    end = time.monotonic() + TURNED_AWAY
+    while time.monotonic() < end:  # a hello that is there may be an earlier attempt's: the rank itself may still come
+        for rank in range(1, world_size):
+            hello = json.loads(store.look(f"hello/{rank}") or b"{}")
+            if hello:
+                answer = {"token": hello["token"], "error": message}
+                store.publish(f"welcome/{rank}", json.dumps(answer).encode())
+        time.sleep(POLL)
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from holdfast.core.documents import canonical
 from holdfast.engine.deadlines import POLL, Deadlines
@@ -68,6 +69,9 @@ class Watcher:
         self._phase, self._since = "starting", time.monotonic()
         self._beats = 0
         self._signal_pipe: tuple[int, int] | None = None
+        self._handlers: dict[signal.Signals, Any] = {}
+        """What the process did on these signals before."""
+
         self._thread = threading.Thread(target=self._watch, name="holdfast-watch", daemon=True)
 
     def start(self) -> None:
@@ -115,8 +119,7 @@ class Watcher:
         os.set_blocking(read, False)
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        for number in signals:
-            signal.signal(number, _seen)
+        self._handlers = {number: signal.signal(number, _seen) for number in signals}
         self._signal_pipe = read, write
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=_forget_wakeup)
@@ -126,6 +129,8 @@ class Watcher:
             return
         if threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(-1)
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
         for end in self._signal_pipe:
             os.close(end)
         self._signal_pipe = None
@@ -171,8 +176,9 @@ class Watcher:
             numbers = os.read(self._signal_pipe[0], 64)
         except BlockingIOError:
             return
-        if numbers and self.call_to_stop is None:  # schedulers signal every process, launchers repeat: all of it is one call
-            told = {"rank": self._rank, "host": socket.gethostname(), "signal": signal.Signals(numbers[0]).name}
+        meant = [signal.Signals(number) for number in numbers if number in self._handlers]  # Ctrl-C writes to the pipe as well
+        if meant and self.call_to_stop is None:  # schedulers signal every process, launchers repeat: all of it is one call
+            told = {"rank": self._rank, "host": socket.gethostname(), "signal": meant[0].name}
             self._store.claim("stop", json.dumps(told).encode())
             log.warning("rank %d received %s: all ranks will save and stop", self._rank, told["signal"])
 
