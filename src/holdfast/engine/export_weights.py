@@ -43,8 +43,9 @@ def choose_weights(checkpoint: Checkpoint, model: str, ema: bool) -> Weights:
     if not weights.tensors:
         keys = sorted({name.split(".")[1] for name in checkpoint.tensors if name.startswith("model.")})
         raise UsageError(f"{checkpoint.where} has no model {model!r}; its tensors begin with {', '.join(keys[:8]) or 'nothing'}")
-    if not checkpoint.manifest.plain_equal and (odd := [n for n, t in weights.tensors.items() if t.rank is not None]):
-        weights.notes.append(f"{odd[0]} and {len(odd) - 1} more differ from rank to rank; the export has those of rank 0")
+    if checkpoint.manifest.world_size > 1 and (odd := [n for n, t in weights.tensors.items() if t.rank is not None]):
+        more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+        weights.notes.append(f"{odd[0]}{more}: every rank has its own, which may differ; the export has those of rank 0")
     return _averaged(checkpoint, weights) if ema else weights
 
 

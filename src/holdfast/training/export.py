@@ -8,6 +8,7 @@ folder that has it is whole.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable
@@ -17,6 +18,8 @@ from holdfast.engine.export import DTYPES, MAX_SHARD_BYTES, write_weights
 from holdfast.engine.export_weights import choose_weights
 from holdfast.engine.extract import open_checkpoint
 from holdfast.training.pipeline_folder import INDEX, part_files, weight_variant, without_variant
+
+logger = logging.getLogger(__name__)
 
 
 def export_pipeline(
@@ -36,6 +39,8 @@ def export_pipeline(
     """
     source = open_checkpoint(checkpoint)
     weights = choose_weights(source, "", ema=False)
+    for note in weights.notes:
+        logger.warning("%s", note)
     (output_dir / INDEX).unlink(missing_ok=True)
     for part in parts:
         target = output_dir / part
