@@ -124,6 +124,59 @@ def test_copies_are_written_once_and_evenly(pool: RankPool, tmp_path: Path, shar
         assert max(parts) - min(parts) < 0.02 * max(parts)
 
 
+def looked_at_before(folder: Path, sharding: str, first: str) -> list[float]:
+    """Losses after a resume, of a model that has been evaluated (or not) before it."""
+    model = jobs.build(sharding).eval()
+    optimizer = jobs.make_optimizer("adamw", model)
+    if first == "evaluated":
+        with torch.no_grad():
+            model(torch.zeros(2, 6, dtype=torch.int64))
+    with holdfast.Checkpointer(folder, model=model, optimizer=optimizer) as checkpointer:
+        if first == "trained":
+            jobs.one_step(model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer), torch.arange(12).view(2, 6) % 7)
+            checkpointer.save(1)
+        else:
+            checkpointer.resume()
+    return [matrix._step(model, optimizer, step) for step in range(3)]
+
+
+@pytest.mark.parametrize("sharding", ["fsdp1", "fsdp1-flat", "fsdp1-grad-op", "fsdp2"])
+def test_a_forward_before_the_load_leaves_nothing_behind(pool: RankPool, tmp_path: Path, sharding: str) -> None:
+    expected = pool.run(looked_at_before, 2, tmp_path, sharding, "trained")
+    assert pool.run(looked_at_before, 2, tmp_path, sharding, "evaluated") == expected
+
+
+def generators_after(folder: Path, seed: int | None) -> tuple[list[float], list[str]]:
+    """Numbers drawn after a save with `seed`, or after a resume; and what the log said."""
+    import logging
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("holdfast").addHandler(handler)
+    logging.getLogger("holdfast").setLevel(logging.INFO)
+    torch.manual_seed((seed or 0) + dist.get_rank())
+    with holdfast.Checkpointer(folder, model=nn.Linear(2, 2)) as checkpointer:
+        if seed is None:
+            checkpointer.resume()
+        else:
+            checkpointer.save(7)
+    return [torch.rand(()).item() for _ in range(3)], [line for line in lines if "new: their generators" in line]
+
+
+def test_new_ranks_begin_with_the_saved_seed_and_their_rank(pool: RankPool, tmp_path: Path) -> None:
+    saved = [numbers for numbers, _ in pool.run(generators_after, 2, tmp_path / "a", 5)]
+    pool.run(generators_after, 2, tmp_path / "b", 6)
+    first, again, other = (pool.run(generators_after, 4, tmp_path / folder, None) for folder in ("a", "a", "b"))
+    drawn = [numbers for numbers, _ in first]
+    assert drawn[:2] == saved
+    assert len({tuple(numbers) for numbers in drawn}) == 4
+    assert [numbers for numbers, _ in again] == drawn
+    assert [numbers for numbers, _ in other][2:] != drawn[2:]
+    assert ["ranks 2 to 3 are new" in line for line in first[0][1]] == [True]
+    assert [lines for _, lines in first][1:] == [[], [], []]
+
+
 # ---------------------------------------------------------------------------------------------- what cannot be cut anew
 
 

@@ -88,6 +88,14 @@ def shard_group(module: FullyShardedDataParallel) -> dist.ProcessGroup | None:
     return module.process_group if handle.uses_sharded_strategy else None
 
 
+def reshard(module: FullyShardedDataParallel) -> None:
+    """Forget the whole parameters that a forward without gradients has left: they have the values from before a load."""
+    handle: Any = module._handle
+    if handle is not None and handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):
+        handle.reshard(free_unsharded_flat_param=True)
+        handle.post_reshard()
+
+
 def _unit(module: FullyShardedDataParallel, handle: Any) -> FlatUnit:
     flat = handle.flat_param
     try:

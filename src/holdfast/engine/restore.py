@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from holdfast.engine import rng, statetree
+from holdfast.engine import fsdp1, rng, statetree
 from holdfast.engine.blocks import read_parts
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.collect import Registered, encode_stateful
@@ -68,7 +68,14 @@ def install(plan: Restore) -> None:
         for module in model.modules():
             if isinstance(module, FSDPModule):  # a forward before the load has left its root unsharded, with the old values
                 module.reshard()
+        for root in model.modules():
+            if isinstance(root, FullyShardedDataParallel):
+                fsdp1.reshard(root)
     restore_rng(plan)
+    saved, now = plan.checkpoint.manifest.world_size, plan.registered.world_size
+    if plan.registered.rank == 0 and now > saved:
+        new = f"rank {saved} is" if now == saved + 1 else f"ranks {saved} to {now - 1} are"
+        log.info("%s new: their generators begin with a seed made of the saved one, the step and the rank", new)
 
 
 def restore_rng(plan: Restore) -> None:
@@ -78,8 +85,9 @@ def restore_rng(plan: Restore) -> None:
         small = plan.small if plan.same_world else plan.checkpoint.small(rank)
         rng.restore(small["rng"], f"{plan.checkpoint.where}: generators of rank {rank}")
         return
-    seed = int(plan.checkpoint.digest[:12], 16) + rank
-    log.info("rank %d: the checkpoint was saved by %d ranks; this rank's generators begin with seed %d", rank, saved.world_size, seed)
+    what = f"{plan.checkpoint.where}: generators of rank 0"
+    seed = rng.seed_for(plan.checkpoint.small(0)["rng"], saved.step, rank, what)
+    log.debug("rank %d: generators begin with seed %d", rank, seed)
     rng.reseed(seed)
 
 

@@ -8,7 +8,7 @@ from array import array
 
 import torch
 
-from holdfast.core.documents import Json
+from holdfast.core.documents import Json, digest
 from holdfast.engine import statetree
 
 
@@ -18,6 +18,7 @@ def capture() -> Json:
     state: dict[str, object] = {
         "python": (version, array("I", internal).tobytes(), gauss),
         "torch": torch.get_rng_state().numpy().tobytes() if _has_numpy() else bytes(torch.get_rng_state().tolist()),
+        "seed": torch.initial_seed(),
     }
     if _has_numpy():
         import numpy as np
@@ -46,6 +47,16 @@ def restore(document: Json, what: str) -> None:
     if "device" in state and device is not None:
         restored = torch.frombuffer(bytearray(state["device"]), dtype=torch.uint8)
         torch.get_device_module(device).set_rng_state(restored)
+
+
+def seed_for(document: Json, step: int, rank: int, what: str) -> int:
+    """A seed for a rank that the saved run did not have, from the seed that another rank had begun with.
+
+    The step is in it, too, so that the rank does not draw again what one of its number drew at an earlier step.
+    """
+    state = statetree.decode(document, what, _no_tensors)
+    assert isinstance(state, dict)
+    return int(digest(f"{state.get('seed', 0)} {step} {rank}".encode())[:15], 16)
 
 
 def reseed(seed: int) -> None:
