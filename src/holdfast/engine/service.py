@@ -204,9 +204,14 @@ class Service:
     def _write(self, job: Job) -> Receipt:
         save, plan = job.save, job.plan
         start = time.perf_counter()
-        self._storage.make_folder(save.folder)
         name = rank_file(self._rank, save.attempt)
-        blocks = writer.write_image(self._storage, save.folder, name, plan, job.staging)
+        what = f"rank {self._rank}: writing step {save.step}"
+
+        def write_file() -> tuple[str, ...]:
+            self._storage.make_folder(save.folder)
+            return writer.write_image(self._storage, save.folder, name, plan, job.staging)
+
+        blocks = writer.persistently(write_file, what)
         save.written_s, save.bytes = time.perf_counter() - start, plan.image_size
         receipt = Receipt(
             attempt=save.attempt,
@@ -228,7 +233,7 @@ class Service:
         )
         if self._read_back or save.replaces_verified:
             self._check(BlockFile(self._storage, f"{save.folder}/{name}", plan.image_size, blocks))
-        writer.write_receipt(self._storage, save.folder, plan, receipt)
+        writer.persistently(lambda: writer.write_receipt(self._storage, save.folder, plan, receipt), what)
         return receipt
 
     def _check(self, file: BlockFile) -> None:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
 from holdfast.core.documents import digest
 from holdfast.core.manifest import BLOCK, Receipt, layout_file, rank_file, receipt_file
 from holdfast.engine.capture import Staging
 from holdfast.engine.plan import SavePlan
 from holdfast.storage import Storage
+
+log = logging.getLogger("holdfast")
 
 PIECE = 16 * BLOCK
 """Bytes of one write: large enough that direct I/O streams, small enough that an error shows soon."""
@@ -32,6 +40,28 @@ def write_image(storage: Storage, folder: str, name: str, plan: SavePlan, stagin
         file.abort()
         raise
     return tuple(hashes)
+
+
+TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY}
+"""What a network file system or a busy device may say once. A full or read-only disk says the same thing again."""
+
+RETRIES, PAUSE = 2, 0.5
+"""How often something is tried again, and the seconds before the first time; each further pause is twice as long."""
+
+T = TypeVar("T")
+
+
+def persistently(write: Callable[[], T], what: str) -> T:
+    """Call `write`, and again after an error that may pass. Whatever it made before has to be made anew by each call."""
+    for attempt in range(RETRIES + 1):
+        try:
+            return write()
+        except OSError as error:
+            if error.errno not in TRANSIENT or attempt == RETRIES:
+                raise
+            log.warning("%s: %s; trying again", what, error)
+            time.sleep(PAUSE * 2**attempt)
+    raise AssertionError("unreachable")
 
 
 def write_receipt(storage: Storage, folder: str, plan: SavePlan, receipt: Receipt) -> None:
