@@ -128,6 +128,7 @@ class Net(nn.Module):
 FSDP1: dict[str, dict[str, Any]] = {
     "fsdp1": {"use_orig_params": True},
     "fsdp1-flat": {"use_orig_params": False},
+    "fsdp1-frozen": {"use_orig_params": False, "frozen": True},
     "fsdp1-grad-op": {"use_orig_params": True, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "checkpointed": True},
     "fsdp1-mixed": {
         "use_orig_params": False,
@@ -141,8 +142,9 @@ FSDP1: dict[str, dict[str, Any]] = {
 }
 
 
-def wrap(model: Net, checkpointed: bool = False, **options: Any) -> nn.Module:
-    """FSDP version 1: a unit for each block and one for the rest. Without original parameters, what is frozen is ignored."""
+def wrap(model: Net, checkpointed: bool = False, frozen: bool = False, **options: Any) -> nn.Module:
+    """FSDP version 1: a unit for each block and one for the rest. Without original parameters, a unit is frozen or is not."""
+    model.module[0].requires_grad_(not frozen)
     world_size = dist.get_world_size()
     options["device_id"] = torch.device("cpu")
     if options.get("sharding_strategy") == ShardingStrategy.HYBRID_SHARD:

@@ -77,7 +77,7 @@ def overlap(folder: Path, device: torch.device, mode: bool) -> None:
     note = f"returned after {returned * 1e3:.2f} ms, blocked {save.blocked_s * 1e3:.2f} ms, copied in {save.captured_s * 1e3:.1f} ms"
     check(f"{name}: timing", returned < 0.05 if mode else True, note)
     if mode and device.type == "cuda":
-        check("overlap: the staging is pinned", checkpointer._staging._bytes.is_pinned())
+        check("overlap: the staging is pinned", checkpointer._saver._staging._bytes.is_pinned())
 
 
 def one_caller(rank: int, folder: str, port: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,3 +213,33 @@ def other_signals(folder: Path) -> tuple[bool, bool]:
 
 def test_only_the_signals_that_were_named_stop_a_run(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(other_signals, 1, tmp_path) == [(False, True)]
+
+
+SCRIPT = """
+import sys, time, torch, torch.distributed as dist, holdfast
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+checkpointer = holdfast.Checkpointer(sys.argv[1], model=model, optimizer=optimizer, one_caller=True)
+for step in range(1, 4):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if dist.get_rank() == 0:
+    time.sleep(1.5)
+    checkpointer.save(3)
+"""
+
+
+def test_a_plain_script_that_just_ends(tmp_path: Path) -> None:
+    """Under torchrun, nothing closed: the other rank has come to its end, and rank 0 still saves its last step for both."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29613", str(script), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    folder = tmp_path / "out" / "checkpoint-3"
+    assert (folder / "manifest.json").exists()
+    assert len(list(folder.glob("rank-*.safetensors"))) == 2

@@ -35,6 +35,7 @@ def test_same_ranks_continue_bit_for_bit(
         ("fsdp1", 3, "prodigy", False),
         ("fsdp1-flat", 3, "adamw", True),
         ("fsdp1-flat", 2, "prodigy", True),
+        ("fsdp1-frozen", 2, "prodigy", True),
         ("fsdp1-grad-op", 2, "adamw", True),
         ("fsdp1-mixed", 2, "adamw", True),
         ("fsdp1-hybrid", 4, "prodigy", True),

@@ -8,32 +8,28 @@ import logging
 import math
 import os
 import signal
+import sys
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from holdfast.core.documents import canonical
-from holdfast.core.manifest import attempt_name
-from holdfast.engine import rng
-from holdfast.engine.capture import Staging
-from holdfast.engine.collect import Collected, Held, collect
+from holdfast.engine.collect import collect
 from holdfast.engine.deadlines import Deadlines
 from holdfast.engine.firstbatch import before_first_batch
 from holdfast.engine.gate import Capture, Gate
-from holdfast.engine.lease import Lease
+from holdfast.engine.meeting import meet
 from holdfast.engine.names import Models
 from holdfast.engine.onecaller import STOP_INDEX, Boundaries, Note, OneCaller, passed, reached
-from holdfast.engine.plan import SavePlan, make_plan
-from holdfast.engine.registration import register, usable_folder
+from holdfast.engine.registration import register
 from holdfast.engine.restore import restore_rng
-from holdfast.engine.resume import Resume, folder_of, survey, tidy
+from holdfast.engine.resume import Resume, survey
 from holdfast.engine.retention import Retention, remove_checkpoint
-from holdfast.engine.service import Job, Save, Service
-from holdfast.engine.store import Below, Run, Store, connect, shake_hands, turn_away
+from holdfast.engine.saver import Saver
+from holdfast.engine.service import Save, Service
+from holdfast.engine.store import Below, connect
 from holdfast.engine.watch import BEAT, IDLE, Request, Watcher, say_goodbye
 from holdfast.errors import DeadlineExceeded, HoldfastError, SaveFailed, UsageError
 from holdfast.storage import LocalFolder, Storage
@@ -93,24 +89,20 @@ class Checkpointer:
         stop_signals: Sequence[signal.Signals] = (),
         deadlines: Deadlines | None = None,
     ) -> None:
-        self.overlap, self.read_back = overlap, read_back
+        self.read_back = read_back
         self.retention = Retention(keep_last, keep_every, keep_best, best)
-        self.saves: list[Save] = []
-        """Every save of this run, with its times and its outcome."""
         self._deadlines = deadlines or Deadlines()
         self._registered = register(model, optimizer, lr_scheduler, dataloader, scaler, extra)
         self._rank, self._world_size = self._registered.rank, self._registered.world_size
         canonical(collect(self._registered).small)  # what cannot be saved is refused before the first step
-        self._lease: Lease | None = None
         if (one_caller or stop_signals) and not self._registered.optimizers:
             raise UsageError("one_caller and stop_signals count optimizer steps: give the Checkpointer its optimizer")
         training_store, service_store, watcher_store = connect(self._world_size, self._deadlines)
-        self._storage, self._run = self._meet(folder, training_store)
+        self._storage, self._run, self._lease = meet(
+            folder, training_store, self._rank, self._world_size, self._deadlines
+        )
         self._store = Below(training_store, self._run.nonce)
         self._resumes = 0
-        self._verified: set[str] = set()
-        self._staging = Staging()
-        self._plan: SavePlan | None = None
         self._reported = 0
         self._gate = Gate(self._registered.optimizers, self._deadlines.capture)
         self._service = Service(
@@ -124,8 +116,9 @@ class Checkpointer:
             after_commit=self._after_commit,
             read_back=read_back,
         )
+        self._saver = Saver(self._registered, self._run, self._gate, self._service, self._deadlines, overlap)
+        self._gate.first_steps_made = self._saver.warm_up
         self._closed = False
-        self._gate.first_steps_made = self._warm_up
         self._base_step = 0
         idle = IDLE * max(1, self._world_size // 64) if one_caller or stop_signals else BEAT
         self._watcher = Watcher(
@@ -140,6 +133,11 @@ class Checkpointer:
             self._watcher.hook_signals(stop_signals)
         self._watcher.start()
         self._at_exit = _close_at_exit(self)
+
+    @property
+    def saves(self) -> list[Save]:
+        """Every save of this run, with its times and its outcome."""
+        return self._saver.saves
 
     def resume(self, path: str | os.PathLike[str] | None = None) -> int:
         """Continue where a checkpoint stood; returns its step: optimizer steps already done, 0 where there is none.
@@ -175,7 +173,7 @@ class Checkpointer:
             self._say(f"no checkpoint in {self._storage.describe()} yet: beginning at step 0")
             return 0
         self._gate.resumed()
-        self._verified.add(checkpoint.folder)
+        self._saver.verified.add(checkpoint.folder)
         pending = [resume.plan]
 
         def put_generators_back() -> None:
@@ -212,44 +210,16 @@ class Checkpointer:
             raise UsageError("save() after close()")
         if not self._service.alive:
             raise SaveFailed(f"rank {self._rank}: the service thread has died; see the log for what it said")
-        if self.overlap and not self.saves:
+        if self._saver.overlap and not self.saves:
             self._gate.check_hooks()
         self._watcher.enter("save")
         if self._calls is not None and self._one_caller:
             save = self._ask(self._calls, step, rating, started)
         else:
-            save = self._save(step, len(self.saves) + 1, rating, started)
+            save = self._saver.save(step, len(self.saves) + 1, rating, started)
         self._watcher.enter("training")
         if self._gate.steps:
             self._base_step = step - next(iter(self._gate.steps.values()))
-        return save
-
-    def _save(
-        self, step: int, index: int, rating: float | None, started: float, note: Note | None = None, held: Capture | None = None
-    ) -> Save:
-        """Capture this rank's part and hand it to the service; `held` where the gate is closed for it already."""
-        capture = held or self._gate.begin()
-        folder = folder_of(step)
-        save = Save(
-            step, index, folder, attempt_name(self._run.nonce, index), rating, folder in self._verified, requested=started
-        )
-        self.saves.append(save)  # counted even if it fails here, so that the ranks' counts stay the same
-        later = self.overlap and held is None
-        try:
-            self._wait_for_staging()
-            plan, collected = self._stage(save, note, later)
-        except BaseException as error:
-            capture.done.set()
-            save.error_raised = True
-            self._service.refuse(save, error if isinstance(error, Exception) else SaveFailed(repr(error)))
-            raise
-        if not later:
-            capture.done.set()
-        elif torch.accelerator.is_available():
-            capture.begun = torch.accelerator.current_stream().record_event()
-        self._service.submit(Job(save, plan, collected, self._staging, capture if later else None))
-        save.blocked_s += time.perf_counter() - started
-        self._gate.charge(save)
         return save
 
     # -- one caller
@@ -280,20 +250,17 @@ class Checkpointer:
         if request.index in calls.served:  # the watcher was faster
             return next(s for s in self.saves if s.index == request.index)
         calls.served[request.index] = request
-        return self._save(request.step, request.index, request.metric, started)
+        return self._saver.save(request.step, request.index, request.metric, started)
 
     def _serve(self, request: Request, note: Note | None, held: Capture | None) -> None:
         index = request.index + (STOP_INDEX if request.stop else 0)
         try:
-            self._save(request.step, index, request.metric, time.perf_counter(), note, held)
+            self._saver.save(request.step, index, request.metric, time.perf_counter(), note, held)
         except (HoldfastError, OSError) as error:  # told to all ranks already: the training of this one goes on
             log.error("rank %d cannot take part in the save of step %d: %s", self._rank, request.step, error)
 
     def _refuse(self, request: Request, why: str) -> None:
-        index = request.index + (STOP_INDEX if request.stop else 0)
-        save = Save(request.step, index, folder_of(request.step), attempt_name(self._run.nonce, index))
-        self.saves.append(save)
-        self._service.refuse(save, SaveFailed(why))
+        self._saver.refuse(request.step, request.index + (STOP_INDEX if request.stop else 0), why)
 
     @property
     def should_stop(self) -> bool:
@@ -412,79 +379,12 @@ class Checkpointer:
         elif not self._closed:  # other ranks may be gone: finish the own part and leave
             self._stop(patience=self._deadlines.goodbye)
 
-    def _stage(self, save: Save, note: Note | None, later: bool) -> tuple[SavePlan, Collected]:
-        """Find the state, note the small state, and copy what must be copied before `save` returns."""
-        collected = collect(self._registered)
-        if note is not None:
-            collected.small.update(note.small)
-            for name, buffer in note.buffers.items():
-                if name in collected.tensors:
-                    collected.tensors[name] = Held(collected.tensors[name].spec, buffer)
-        generators = rng.capture() if note is None or note.generators is None else note.generators
-        small = canonical({"state": collected.small, "rng": generators, "step": save.step, "rank": self._rank})
-        self._plan = make_plan(collected, self._rank, self._world_size, len(small), self._plan)
-        self._staging.prepare(self._plan, collected.tensors)
-        start = time.perf_counter()
-        names = self._staging.names
-        self._staging.copy(filter(collected.volatile.__contains__, names) if later else names, collected.tensors)
-        self._staging.put_small(small)
-        save.captured_s = time.perf_counter() - start
-        return self._plan, collected
-
-    def _warm_up(self) -> None:
-        """After the first step, when the state has its size: the first save should cost what later ones do."""
-        if self.saves or self._closed:
-            return
-        collected = collect(self._registered)
-        small = len(canonical({"state": collected.small, "rng": rng.capture()}))
-        plan = self._plan = make_plan(collected, self._rank, self._world_size, small, self._plan)
-        self._service.warm(lambda: self._staging.warm(plan, collected.tensors))
-
-    def _wait_for_staging(self) -> None:
-        if not self._service.staging_free.wait(self._deadlines.commit):
-            raise DeadlineExceeded(
-                f"rank {self._rank}: the last save is still being written after {self._deadlines.commit:.0f} s; save less often, or "
-                "write to a faster disk"
-            )
-
-    def _meet(self, folder: str | os.PathLike[str] | Storage, store: Store) -> tuple[Storage, Run]:
-        """Resolve the folder, and meet the other ranks; an absolute path is each rank's own."""
-        given = Path(folder) if isinstance(folder, str | os.PathLike) else None
-        own = folder if not isinstance(folder, str | os.PathLike) else None
-        if own is None and given is not None and (self._rank == 0 or given.is_absolute()):
-            own = usable_folder(given.absolute())
-        run = None
-        if self._rank == 0:
-            try:
-                assert own is not None
-                run = self._own(own)
-            except BaseException as error:
-                if self._world_size > 1:
-                    turn_away(store, self._world_size, error)
-                raise
-        try:
-            run = shake_hands(store, self._rank, self._world_size, run, self._deadlines)
-        except BaseException:
-            if self._lease is not None:
-                self._lease.release()
-            raise
-        storage = own if own is not None else usable_folder(Path(run.folder))
-        return storage, run
-
-    def _own(self, storage: Storage) -> Run:
-        """On rank 0: take the folder over, and tidy it before the others are answered: nobody else can be writing yet."""
-        self._lease = Lease(storage)
-        run = Run.begin(self._lease.await_free(survey(storage).complete), storage.describe())
-        self._lease.take(run)
-        tidy(storage)
-        return run
-
     def _after_commit(self, save: Save) -> None:
         """On the service thread, once a save is complete: rank 0 removes what `keep_last` no longer wants."""
         if self.read_back:
-            self._verified.add(save.folder)
+            self._saver.verified.add(save.folder)
         if self._rank == 0:
-            for old in self.retention.superfluous(survey(self._storage).complete, self._verified):
+            for old in self.retention.superfluous(survey(self._storage).complete, self._saver.verified):
                 remove_checkpoint(self._storage, old.folder, self._run.nonce)
 
     def _say(self, line: str) -> None:
@@ -502,8 +402,13 @@ def _close_at_exit(checkpointer: Checkpointer) -> Any:
 
     def finish() -> None:
         alive = reference()
-        if alive is not None and not alive._closed:
-            alive._stop(patience=alive._deadlines.goodbye)
+        if alive is None or alive._closed:
+            return
+        if alive._calls is not None and not hasattr(sys, "last_type"):  # a script that ended well: others may still ask for a save
+            with contextlib.suppress(SaveFailed):
+                alive.wait()
+            alive._part()
+        alive._stop(patience=alive._deadlines.goodbye)
 
     atexit.register(finish)
     return finish

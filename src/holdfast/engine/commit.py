@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.core.documents import digest
+from holdfast.core.flat import Flat
 from holdfast.core.layout import Layout
 from holdfast.core.manifest import MANIFEST_FILE, Announcement, Manifest, layout_file, rank_file, receipt_file
 from holdfast.engine.store import name_ranks
@@ -56,7 +57,10 @@ def _check_files(storage: Storage, folder: str, manifest: Manifest) -> None:
 
 
 def _check_layouts(storage: Storage, folder: str, announcements: Sequence[Announcement]) -> None:
-    """All ranks that hold a placed tensor must describe it alike, else nobody could tell whose bytes are whose."""
+    """All ranks that hold a placed tensor must describe it alike, else nobody could tell whose bytes are whose.
+
+    A rank without any state in a flat unit does not know of the others' (and a load finds out if a piece should be missing).
+    """
     by_rank = [a.layout for a in announcements]
     layouts = {d: Layout.parse(storage.get(f"{folder}/{layout_file(d)}"), layout_file(d)) for d in set(by_rank)}
     placed = [
@@ -67,13 +71,13 @@ def _check_layouts(storage: Storage, folder: str, announcements: Sequence[Announ
         for rank in spec.placement.mesh.ranks
     ]
     for name, _, theirs, rank in placed:
-        if theirs is None:
+        if theirs is None and not isinstance(spec.placement, Flat):
             raise UnsupportedState(
                 f"{name} would be written once for all ranks that hold it, and rank {rank} has none: state that only some ranks have "
                 "cannot be saved under DDP"
             )
     for name, spec, theirs, rank in placed:
-        if theirs != spec:
+        if theirs is not None and theirs != spec:
             raise UnsupportedState(
                 f"{name} is laid out differently on rank {rank} than on others of its mesh: a tensor of one name has to be one tensor "
                 "of the whole job"

@@ -1,0 +1,108 @@
+"""One rank's part in a save, up to where the service thread takes over: find the state, note the small state, copy, hand over."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from holdfast.core.documents import canonical
+from holdfast.core.manifest import attempt_name
+from holdfast.engine import rng
+from holdfast.engine.capture import Staging
+from holdfast.engine.collect import Collected, Held, Registered, collect
+from holdfast.engine.deadlines import Deadlines
+from holdfast.engine.gate import Capture, Gate
+from holdfast.engine.onecaller import Note
+from holdfast.engine.plan import SavePlan, make_plan
+from holdfast.engine.resume import folder_of
+from holdfast.engine.service import Job, Save, Service
+from holdfast.engine.store import Run
+from holdfast.errors import DeadlineExceeded, SaveFailed
+
+
+class Saver:
+    """Keeps what saves share: the staging, the plan, the list of saves, and which checkpoints were found whole (`verified`).
+
+    Used by one thread at a time: whoever has closed the gate.
+    """
+
+    def __init__(
+        self, registered: Registered, run: Run, gate: Gate, service: Service, deadlines: Deadlines, overlap: bool
+    ) -> None:
+        self._registered, self._run, self._gate, self._service = registered, run, gate, service
+        self._rank, self._world_size = registered.rank, registered.world_size
+        self._deadlines, self.overlap = deadlines, overlap
+        self._staging = Staging()
+        self._plan: SavePlan | None = None
+        self.saves: list[Save] = []
+        self.verified: set[str] = set()
+
+    def save(
+        self, step: int, index: int, rating: float | None, started: float, note: Note | None = None, held: Capture | None = None
+    ) -> Save:
+        """Capture this rank's part and hand it to the service; `held` where the gate is closed for it already."""
+        capture = held or self._gate.begin()
+        folder = folder_of(step)
+        save = Save(
+            step, index, folder, attempt_name(self._run.nonce, index), rating, folder in self.verified, requested=started
+        )
+        self.saves.append(save)  # counted even if it fails here, so that the ranks' counts stay the same
+        later = self.overlap and held is None
+        try:
+            self._wait_for_staging()
+            plan, collected = self._stage(save, note, later)
+        except BaseException as error:
+            capture.done.set()
+            save.error_raised = True
+            self._service.refuse(save, error if isinstance(error, Exception) else SaveFailed(repr(error)))
+            raise
+        if not later:
+            capture.done.set()
+        elif torch.accelerator.is_available():
+            capture.begun = torch.accelerator.current_stream().record_event()
+        self._service.submit(Job(save, plan, collected, self._staging, capture if later else None))
+        save.blocked_s += time.perf_counter() - started
+        self._gate.charge(save)
+        return save
+
+    def _stage(self, save: Save, note: Note | None, later: bool) -> tuple[SavePlan, Collected]:
+        """Find the state, note the small state, and copy what must be copied before `save` returns."""
+        collected = collect(self._registered)
+        if note is not None:
+            collected.small.update(note.small)
+            for name, buffer in note.buffers.items():
+                if name in collected.tensors:
+                    collected.tensors[name] = Held(collected.tensors[name].spec, buffer)
+        generators = rng.capture() if note is None or note.generators is None else note.generators
+        small = canonical({"state": collected.small, "rng": generators, "step": save.step, "rank": self._rank})
+        self._plan = make_plan(collected, self._rank, self._world_size, len(small), self._plan)
+        self._staging.prepare(self._plan, collected.tensors)
+        start = time.perf_counter()
+        names = self._staging.names
+        self._staging.copy(filter(collected.volatile.__contains__, names) if later else names, collected.tensors)
+        self._staging.put_small(small)
+        save.captured_s = time.perf_counter() - start
+        return self._plan, collected
+
+    def warm_up(self) -> None:
+        """After the first step, when the state has its size: the first save should cost what later ones do."""
+        if self.saves:
+            return
+        collected = collect(self._registered)
+        small = len(canonical({"state": collected.small, "rng": rng.capture()}))
+        plan = self._plan = make_plan(collected, self._rank, self._world_size, small, self._plan)
+        self._service.warm(lambda: self._staging.warm(plan, collected.tensors))
+
+    def _wait_for_staging(self) -> None:
+        if not self._service.staging_free.wait(self._deadlines.commit):
+            raise DeadlineExceeded(
+                f"rank {self._rank}: the last save is still being written after {self._deadlines.commit:.0f} s; save less often, or "
+                "write to a faster disk"
+            )
+
+    def refuse(self, step: int, index: int, why: str) -> None:
+        """Record a save that this rank cannot take part in, and tell the others."""
+        save = Save(step, index, folder_of(step), attempt_name(self._run.nonce, index))
+        self.saves.append(save)
+        self._service.refuse(save, SaveFailed(why))
