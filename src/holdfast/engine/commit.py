@@ -70,7 +70,7 @@ def _check_layouts(storage: Storage, folder: str, announcements: Sequence[Announ
         if spec.placement is not None
         for rank in spec.placement.mesh.ranks
     ]
-    for name, _, theirs, rank in placed:
+    for name, spec, theirs, rank in placed:
         if theirs is None and not isinstance(spec.placement, Flat):
             raise UnsupportedState(
                 f"{name} would be written once for all ranks that hold it, and rank {rank} has none: state that only some ranks have "
