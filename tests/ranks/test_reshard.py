@@ -51,7 +51,7 @@ def test_pairs_are_equal(
     after = pool.run(matrix.load, loaded[1], tmp_path, loaded[0], optimizer)
     assert list(matrix.problems(before, after, same=saved == loaded)) == []
     for run in after:
-        assert run.extra < matrix.WORKERS * (matrix.GROUP + BLOCK)
+        assert run.extra < matrix.WORKERS * (matrix.GROUP + 2 * BLOCK)
 
 
 # ------------------------------------------------------------------------------------------------- what is read
