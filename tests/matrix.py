@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import os
 import shutil
 import sys
 import tempfile
@@ -155,6 +156,8 @@ def main() -> int:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, action="append")
     parser.add_argument("--width", type=int, default=2 * WIDTH, help="of the two square weights; the rest is small")
     options = parser.parse_args()
+    # What a rank frees goes back to the system at once, so that memory is seen and not what the allocator keeps of it.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(128 << 10)
     wrong, pairs = [], 0
     with tempfile.TemporaryDirectory(prefix="holdfast-matrix-") as root, RankPool() as pool:
         for optimizer in options.optimizer or OPTIMIZERS:
