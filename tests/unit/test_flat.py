@@ -84,6 +84,28 @@ def test_a_range_is_a_few_boxes_in_order(shape: tuple[int, ...], data: st.DataOb
     assert elements == list(range(start, stop))
 
 
+@given(units(), st.data())
+def test_what_a_box_needs_lies_where_it_is_said(unit: tuple[tuple[int, ...], Flat, int], data: st.DataObject) -> None:
+    """Any box out of flat files: each of its elements is met once, at its place in the file of the rank that has it."""
+    shape, flat, _ = unit
+    offset = tuple(data.draw(st.integers(0, n)) for n in shape)
+    wanted = Box(offset, tuple(data.draw(st.integers(0, n - o)) for n, o in zip(shape, offset, strict=True)))
+    whole = torch.arange(prod(shape)).reshape(shape)
+    got = torch.full(shape, -1)
+    for _, start, stop in flat.pieces(prod(shape), *span(shape, wanted)):
+        file = torch.arange(start, stop)  # what that rank wrote
+        for box, at in boxes(shape, start, stop):
+            if (common := box.intersect(wanted)) is not None:
+                values = file[at : at + box.numel].view(box.size)
+                inner = common.relative_to(box)
+                target = got[tuple(slice(o, o + n) for o, n in zip(common.offset, common.size, strict=True))]
+                assert (target == -1).all()
+                target.copy_(values[tuple(slice(o, o + n) for o, n in zip(inner.offset, inner.size, strict=True))])
+    window = tuple(slice(o, o + n) for o, n in zip(wanted.offset, wanted.size, strict=True))
+    assert torch.equal(got[window], whole[window])
+    assert int((got >= 0).sum()) == wanted.numel
+
+
 @given(shapes, st.data())
 def test_the_span_of_a_box_is_the_shortest(shape: tuple[int, ...], data: st.DataObject) -> None:
     offset = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
