@@ -87,6 +87,8 @@ def load(folder: Path, sharding: str, optimizer: str, width: int = WIDTH) -> Run
     """Resume, note the state, go on."""
     storage = CountingFolder(folder)
     model, opt, checkpointer = _begin(storage, sharding, optimizer, width)
+    checkpointer.resume()  # code and documents that a process touches for the first time count in its resident size
+    opt.state.clear()
     before, calls, already = _peak_memory(reset=True), jobs.collectives(), storage.read
     step = checkpointer.resume()
     calls = jobs.collectives() - calls
