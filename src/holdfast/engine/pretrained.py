@@ -34,6 +34,7 @@ from holdfast.formats.huggingface import StoredTensor, stored_tensors
 from holdfast.storage import LocalFolder, Storage
 
 Model = TypeVar("Model", bound=nn.Module)
+Initial = Callable[[str, tuple[int, ...]], torch.Tensor | None]
 
 PAGE = 4096
 """There are no hashes to check, so reads are rounded out to pages and not to hash blocks."""
@@ -49,6 +50,7 @@ def load_pretrained(
     key_mapping: Mapping[str, str] | None = None,
     build: Callable[[], nn.Module] | None = None,
     allow_unexpected: bool = False,
+    initial: Initial | None = None,
 ) -> Model:
     """Fill `model` from `folder` and return it. Every rank calls it for itself, at any time.
 
@@ -66,6 +68,8 @@ def load_pretrained(
         build: makes a second model of the same kind; needed for non-persistent buffers on the meta device where the model has
             no `config` to build it from.
         allow_unexpected: do not mind tensors of the folder that the model has no place for.
+        initial: gives the whole value of a parameter that the folder does not have (an adapter's), by its name and shape, the
+            same on every rank; None where it should be in the folder. These parameters keep the model's dtype.
 
     Raises:
         CheckpointNotFound: no such folder, or no safetensors weights in it.
@@ -74,7 +78,9 @@ def load_pretrained(
         UsageError: the model cannot be filled like this (a placement without boxes, no source for a buffer).
     """
     storage = LocalFolder(folder) if isinstance(folder, str | os.PathLike) else folder
-    fills = _plan(model, stored_tensors(storage, variant), storage.describe(), key_mapping or {}, allow_unexpected)
+    fills, made = _plan(
+        model, stored_tensors(storage, variant), storage.describe(), key_mapping or {}, allow_unexpected, initial
+    )
     missing = values_without_file(model, {id(fill.target) for fill in fills}, build)
 
     for fill in fills:
@@ -85,9 +91,12 @@ def load_pretrained(
             )
     home = home_of(model, device)
     materialise(model, [fill.target for fill in fills if isinstance(fill.target, torch.Tensor)], dtype, home)
+    materialise(model, [new.target for new in made if isinstance(new.target, torch.Tensor)], None, home)
     for value in missing:
         value.put(home)
     _read(storage, fills)
+    for new in made:
+        new.put()
     return model
 
 
@@ -100,12 +109,30 @@ class _Fill:
     source: StoredTensor
 
     def targets(self) -> Iterator[tuple[Box, torch.Tensor]]:
-        """The part of it that this rank holds, as boxes with their memory."""
-        if isinstance(self.target, FlatPiece):
-            yield from flat_targets(self.target, self.target.local)
-        else:
-            local = self.target.to_local() if isinstance(self.target, DTensor) else self.target
-            yield _box(self.name, self.target), local.detach()
+        return _targets(self.name, self.target)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A tensor of the model that no file has, and its whole value."""
+
+    name: str
+    target: torch.Tensor | FlatPiece
+    value: torch.Tensor
+
+    def put(self) -> None:
+        for box, local in _targets(self.name, self.target):
+            part = tuple(slice(start, start + size) for start, size in zip(box.offset, box.size, strict=True))
+            local.copy_(self.value[part])
+
+
+def _targets(name: str, target: torch.Tensor | FlatPiece) -> Iterator[tuple[Box, torch.Tensor]]:
+    """The part of a tensor that this rank holds, as boxes with their memory."""
+    if isinstance(target, FlatPiece):
+        yield from flat_targets(target, target.local)
+    else:
+        local = target.to_local() if isinstance(target, DTensor) else target
+        yield _box(name, target), local.detach()
 
 
 def _plan(
@@ -114,7 +141,8 @@ def _plan(
     where: str,
     key_mapping: Mapping[str, str],
     allow_unexpected: bool,
-) -> list[_Fill]:
+    initial: Initial | None,
+) -> tuple[list[_Fill], list[_Made]]:
     """Pair every parameter and persistent buffer with a stored tensor; a tied one is found under any of its names."""
     state = named_state({"": model})
     targets = {_bare(name): tensor for name, tensor in state.tensors.items()}
@@ -125,11 +153,15 @@ def _plan(
 
     inner = unwrap(model)
     found = _aligned(stored, known, str(getattr(inner, "base_model_prefix", "")), key_mapping)
-    fills, missing, differing = [], [], []
+    fills, made, missing, differing = [], [], [], []
     for name, target in targets.items():
         source = next((found[n] for n in names[name] if n in found), None)
         if source is None:
-            missing.append(name)
+            value = initial(name, tuple(target.shape)) if initial is not None else None
+            if value is None:
+                missing.append(name)
+            else:
+                made.append(_Made(name, target, value))
         elif not _fits(target, source):
             stored_as = _described(DTYPE_OF[source.entry.dtype], source.entry.shape)
             differing.append(f"{name} is {stored_as} in the folder and {_described(target.dtype, target.shape)} here")
@@ -153,7 +185,7 @@ def _plan(
             )
             + hint
         )
-    return fills
+    return fills, made
 
 
 def _read(storage: Storage, fills: Iterable[_Fill]) -> int:
