@@ -11,13 +11,15 @@ import signal
 import sys
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from holdfast.core.documents import canonical
 from holdfast.engine.collect import collect
-from holdfast.engine.deadlines import Deadlines
+from holdfast.engine.deadlines import POLL, Deadlines
 from holdfast.engine.firstbatch import before_first_batch
 from holdfast.engine.gate import Capture, Gate
 from holdfast.engine.meeting import meet
@@ -25,7 +27,7 @@ from holdfast.engine.names import Models
 from holdfast.engine.onecaller import STOP_INDEX, Boundaries, Note, OneCaller, passed, reached
 from holdfast.engine.registration import register
 from holdfast.engine.restore import restore_rng
-from holdfast.engine.resume import Resume, survey
+from holdfast.engine.resume import Resume, folder_of, survey
 from holdfast.engine.retention import Retention, remove_checkpoint
 from holdfast.engine.saver import Saver
 from holdfast.engine.service import Save, Service
@@ -127,12 +129,18 @@ class Checkpointer:
         )  # fmt: skip
         self._one_caller, self._stopping, self._led = one_caller, False, False
         self._calls: OneCaller | None = None
+        self._asked: Counter[tuple[bytes, str]] = Counter()
         if one_caller:
             self._listen()
         if stop_signals:
             self._watcher.hook_signals(stop_signals)
         self._watcher.start()
         self._at_exit = _close_at_exit(self)
+
+    @property
+    def nonce(self) -> str:
+        """What this run's ranks agreed on when they met: no other run, and no earlier attempt, has it."""
+        return self._run.nonce
 
     @property
     def saves(self) -> list[Save]:
@@ -187,10 +195,11 @@ class Checkpointer:
         self._say(f"resumed from {checkpoint.where} at step {step} in {time.perf_counter() - start:.2f} s")
         return step
 
-    def save(self, step: int, metric: float | None = None) -> Save:
+    def save(self, step: int, metric: float | None = None, *, folder: str = "", weights_only: bool = False) -> Save:
         """Save the state as `checkpoint-<step>`; all ranks call it, between two optimizer steps.
 
-        `metric` rates the checkpoint for `keep_best`; rank 0's counts, and one that is no finite number does not.
+        `metric` rates the checkpoint for `keep_best`; rank 0's counts, and one that is no finite number does not. `folder` is
+        another name in the storage than `checkpoint-<step>`. With `weights_only` nothing but the models is written.
 
         Returns when the state has been copied (at once with `overlap`); the writing goes on beside the training. When the
         save before this one is still being written, its staging is waited for first.
@@ -213,10 +222,11 @@ class Checkpointer:
         if self._saver.overlap and not self.saves:
             self._gate.check_hooks()
         self._watcher.enter("save")
+        wish = Request(len(self.saves) + 1, step, {}, -1, self._rank, rating, False, folder or folder_of(step), weights_only)
         if self._calls is not None and self._one_caller:
-            save = self._ask(self._calls, step, rating, started)
+            save = self._ask(self._calls, wish, started)
         else:
-            save = self._saver.save(step, len(self.saves) + 1, rating, started)
+            save = self._saver.save(wish, started)
         self._watcher.enter("training")
         if self._gate.steps:
             self._base_step = step - next(iter(self._gate.steps.values()))
@@ -236,31 +246,38 @@ class Checkpointer:
         )
         self._gate.before_step = self._calls.before_step
 
-    def _ask(self, calls: OneCaller, step: int, rating: float | None, started: float) -> Save:
+    def _ask(self, calls: OneCaller, wish: Request, started: float) -> Save:
         """Ask all ranks for a checkpoint of this boundary, or join in what another rank has asked for."""
         steps = dict(self._gate.steps)
-        before = sum(reached(steps, r) for r in calls.served.values())
-        request = self._watcher.post(step, steps, calls.boundaries.batches, before, rating, stop=False)
+        before = canonical(steps), wish.folder
+        wish = replace(wish, steps=steps, batches=calls.boundaries.batches, occurrence=f"{self._resumes}.{self._asked[before]}")
+        self._asked[before] += 1
+        request = self._watcher.post(wish)
         end = time.monotonic() + self._deadlines.agreement
         while request is None:
             self._watcher.look_now()
-            request = next((r for r in calls.pending() if reached(steps, r)), None)
+            same = (wish.steps, wish.folder, wish.occurrence)
+            request = next((r for r in list(self._watcher.requests.values()) if (r.steps, r.folder, r.occurrence) == same), None)
             if request is None and time.monotonic() > end:
-                raise DeadlineExceeded(f"rank {self._rank}: another rank asked for a save of step {step}, and its request never came")
-        if request.index in calls.served:  # the watcher was faster
-            return next(s for s in self.saves if s.index == request.index)
-        calls.served[request.index] = request
-        return self._saver.save(request.step, request.index, request.metric, started)
+                raise DeadlineExceeded(f"rank {self._rank}: another rank asked for a save of step {wish.step}, and its request never came")
+        if calls.take(request):
+            return self._saver.save(request, started)
+        while True:  # the watcher was faster
+            save = next((s for s in list(self.saves) if s.index == request.index), None)
+            if save is not None:
+                return save
+            if time.monotonic() > end:
+                raise DeadlineExceeded(f"rank {self._rank}: its part of the save of step {wish.step} was begun beside it, and never came")
+            time.sleep(POLL)
 
     def _serve(self, request: Request, note: Note | None, held: Capture | None) -> None:
-        index = request.index + (STOP_INDEX if request.stop else 0)
         try:
-            self._saver.save(request.step, index, request.metric, time.perf_counter(), note, held)
+            self._saver.save(_last(request), time.perf_counter(), note, held)
         except (HoldfastError, OSError) as error:  # told to all ranks already: the training of this one goes on
             log.error("rank %d cannot take part in the save of step %d: %s", self._rank, request.step, error)
 
     def _refuse(self, request: Request, why: str) -> None:
-        self._saver.refuse(request.step, request.index + (STOP_INDEX if request.stop else 0), why)
+        self._saver.refuse(_last(request), why)
 
     @property
     def should_stop(self) -> bool:
@@ -290,7 +307,8 @@ class Checkpointer:
             return
         self._led = True
         first, count = next(iter(self._gate.steps.items()))
-        self._watcher.post(self._step_now() + 2, {first: count + 2}, -1, 0, None, stop=True)
+        step = self._step_now() + 2
+        self._watcher.post(Request(0, step, {first: count + 2}, -1, 0, stop=True, folder=folder_of(step)))
 
     def _step_now(self) -> int:
         """Optimizer steps done, in the caller's count."""
@@ -390,6 +408,11 @@ class Checkpointer:
     def _say(self, line: str) -> None:
         if self._rank == 0:
             log.info("%s", line)
+
+
+def _last(request: Request) -> Request:
+    """A request to stop is the last save of its run."""
+    return replace(request, index=request.index + STOP_INDEX) if request.stop else request
 
 
 def _nothing() -> None:

@@ -16,6 +16,7 @@ after the optimizer step and the rest before the next forward.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -136,11 +137,19 @@ class OneCaller:
     ) -> None:
         self.watcher, self.gate, self.boundaries = watcher, gate, boundaries
         self._serve, self._refuse, self._lead = serve, refuse, lead
-        self.served: dict[int, Request] = {}
+        self.served: set[int] = set()
+        self._lock = threading.Lock()
         self.idle = False
         """The training thread has nothing left to do but to wait for the others."""
 
         self._seen: dict[int, float] = {}
+
+    def take(self, request: Request) -> bool:
+        """Whether this thread is the one to serve it: only the first that asks is."""
+        with self._lock:
+            new = request.index not in self.served
+            self.served.add(request.index)
+            return new
 
     def pending(self) -> list[Request]:
         return [r for i, r in sorted(self.watcher.requests.items()) if i not in self.served]
@@ -171,11 +180,10 @@ class OneCaller:
                 continue
 
             def still_there(request: Request = request) -> bool:
-                return reached(self.gate.steps, request) and request.index not in self.served
+                return reached(self.gate.steps, request) and self.take(request)
 
             capture = self.gate.begin_beside(still_there)
             if capture is not None:
-                self.served[request.index] = request
                 try:
                     self._serve(request, self.boundaries.of(request) or self.boundaries.now(), capture)
                 finally:
@@ -183,12 +191,12 @@ class OneCaller:
 
     def serve(self, request: Request, note: Note | None) -> None:
         """On the training thread."""
-        if request.index not in self.served:
-            self.served[request.index] = request
+        if self.take(request):
             self._serve(request, note, None)
 
     def _late(self, request: Request) -> None:
-        self.served[request.index] = request
+        if not self.take(request):
+            return
         where = ", ".join(f"{k or 'optimizer'} {v}" for k, v in self.gate.steps.items())
         self._refuse(request, f"its optimizers have gone on already ({where}): the loop does not synchronise gradients at every step")
 

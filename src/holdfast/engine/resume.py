@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.core.manifest import MANIFEST_FILE, Manifest
+from holdfast.core.manifest import MANIFEST_FILE, RANK_NAME, Manifest
 from holdfast.engine import repair, restore
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.collect import Registered
@@ -43,15 +43,19 @@ def folder_of(step: int) -> str:
     return f"checkpoint-{step}"
 
 
+def _folders(storage: Storage) -> list[str]:
+    """What may be a checkpoint: by its name, or because a rank has written into it (a script's own name for its folders)."""
+    names = (n for n in sorted(storage.names("")) if not n.startswith("."))
+    return [n for n in names if _FOLDER.fullmatch(n) or any(RANK_NAME.fullmatch(inner) for inner in storage.names(n))]
+
+
 def tidy(storage: Storage) -> list[str]:
     """Complete what only lacks its manifest, and remove what dead attempts left; returns what was done, for people.
 
     Nobody else may be saving to `storage`: for the owner of its lease before its first save, and for `holdfast repair`.
     """
     done = []
-    for name in sorted(storage.names("")):
-        if not _FOLDER.fullmatch(name):
-            continue
+    for name in _folders(storage):
         try:
             if repair.finish(storage, name) is not None:
                 done.append(f"completed {name}: all ranks had written it and only its manifest was missing or damaged")
@@ -77,9 +81,7 @@ def survey(storage: Storage) -> Survey:
     """Look at every checkpoint folder's manifest, and at nothing else."""
     complete: list[Complete] = []
     incomplete, unusable = [], []
-    for name in sorted(storage.names("")):
-        if not _FOLDER.fullmatch(name):
-            continue
+    for name in _folders(storage):
         path = f"{name}/{MANIFEST_FILE}"
         try:
             manifest = Manifest.parse(storage.get(path), f"{storage.describe()}/{path}")

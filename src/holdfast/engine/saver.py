@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import torch
 
@@ -15,9 +16,9 @@ from holdfast.engine.deadlines import Deadlines
 from holdfast.engine.gate import Capture, Gate
 from holdfast.engine.onecaller import Note
 from holdfast.engine.plan import SavePlan, make_plan
-from holdfast.engine.resume import folder_of
 from holdfast.engine.service import Job, Save, Service
 from holdfast.engine.store import Run
+from holdfast.engine.watch import Request
 from holdfast.errors import DeadlineExceeded, SaveFailed
 
 
@@ -31,6 +32,7 @@ class Saver:
         self, registered: Registered, run: Run, gate: Gate, service: Service, deadlines: Deadlines, overlap: bool
     ) -> None:
         self._registered, self._run, self._gate, self._service = registered, run, gate, service
+        self._models = replace(registered, optimizers={}, stateful={})
         self._rank, self._world_size = registered.rank, registered.world_size
         self._deadlines, self.overlap = deadlines, overlap
         self._staging = Staging()
@@ -38,20 +40,14 @@ class Saver:
         self.saves: list[Save] = []
         self.verified: set[str] = set()
 
-    def save(
-        self, step: int, index: int, rating: float | None, started: float, note: Note | None = None, held: Capture | None = None
-    ) -> Save:
+    def save(self, wish: Request, started: float, note: Note | None = None, held: Capture | None = None) -> Save:
         """Capture this rank's part and hand it to the service; `held` where the gate is closed for it already."""
         capture = held or self._gate.begin()
-        folder = folder_of(step)
-        save = Save(
-            step, index, folder, attempt_name(self._run.nonce, index), rating, folder in self.verified, requested=started
-        )
-        self.saves.append(save)  # counted even if it fails here, so that the ranks' counts stay the same
+        save = self._record(wish, started)
         later = self.overlap and held is None
         try:
             self._wait_for_staging()
-            plan, collected = self._stage(save, note, later)
+            plan, collected = self._stage(save, note, later, self._models if wish.weights_only else self._registered)
         except BaseException as error:
             capture.done.set()
             save.error_raised = True
@@ -66,11 +62,18 @@ class Saver:
         self._gate.charge(save)
         return save
 
-    def _stage(self, save: Save, note: Note | None, later: bool) -> tuple[SavePlan, Collected]:
+    def _record(self, wish: Request, started: float) -> Save:
+        """Counted even if it fails later, so that the ranks' counts stay the same."""
+        attempt = attempt_name(self._run.nonce, wish.index)
+        save = Save(wish.step, wish.index, wish.folder, attempt, wish.metric, wish.folder in self.verified, requested=started)
+        self.saves.append(save)
+        return save
+
+    def _stage(self, save: Save, note: Note | None, later: bool, registered: Registered) -> tuple[SavePlan, Collected]:
         """Find the state, note the small state, and copy what must be copied before `save` returns."""
-        collected = collect(self._registered)
+        collected = collect(registered)
         if note is not None:
-            collected.small.update(note.small)
+            collected.small.update({key: value for key, value in note.small.items() if key in collected.small})
             for name, buffer in note.buffers.items():
                 if name in collected.tensors:
                     collected.tensors[name] = Held(collected.tensors[name].spec, buffer)
@@ -101,8 +104,6 @@ class Saver:
                 "write to a faster disk"
             )
 
-    def refuse(self, step: int, index: int, why: str) -> None:
+    def refuse(self, wish: Request, why: str) -> None:
         """Record a save that this rank cannot take part in, and tell the others."""
-        save = Save(step, index, folder_of(step), attempt_name(self._run.nonce, index))
-        self.saves.append(save)
-        self._service.refuse(save, SaveFailed(why))
+        self._service.refuse(self._record(wish, time.perf_counter()), SaveFailed(why))

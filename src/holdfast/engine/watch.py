@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from holdfast.core.documents import canonical
@@ -35,7 +35,8 @@ BEAT = 2.0
 @dataclass(frozen=True, slots=True)
 class Request:
     """A wish for a checkpoint: `steps` are the optimizers' counts (by key) at which every rank's state is wanted, `batches`
-    how many the caller had taken from its loader; with `stop` the run ends there."""
+    how many the caller had taken from its loader; with `stop` the run ends there. It goes to `folder`, and holds nothing but
+    the models with `weights_only`."""
 
     index: int
     step: int
@@ -44,6 +45,10 @@ class Request:
     caller: int
     metric: float | None = None
     stop: bool = False
+    folder: str = ""
+    weights_only: bool = False
+    occurrence: str = ""
+    """Which call for this folder at this boundary, counted by each rank for itself."""
 
 
 class Watcher:
@@ -97,14 +102,16 @@ class Watcher:
             self._condition.notify_all()
             return self._condition.wait_for(lambda: self._done >= mine or self._stopping, self._deadlines.store)
 
-    def post(self, step: int, steps: dict[str, int], batches: int, occurrence: int, metric: float | None, stop: bool) -> Request | None:
-        """Ask all ranks for a checkpoint; returns when the store has it. None when another rank asked for the same before."""
-        claim = f"claim/{canonical(steps).decode()}/{occurrence}"
+    def post(self, wish: Request) -> Request | None:
+        """Ask all ranks for a checkpoint; returns when the store has it. None when another rank asked for the same before.
+
+        What ranks ask for is the same where steps, folder and occurrence are; the index is given here.
+        """
+        claim = f"claim/{canonical(wish.steps).decode()}/{wish.folder}/{wish.occurrence}"
         if self._store.claim(claim, str(self._rank).encode()) != str(self._rank).encode():
             return None
-        index = self._store.add("issued", 1)
-        request = Request(index, step, steps, batches, self._rank, metric, stop)
-        self._store.publish(f"request/{index}", canonical(asdict(request)))
+        request = replace(wish, index=self._store.add("issued", 1))
+        self._store.publish(f"request/{request.index}", canonical(asdict(request)))
         return request
 
     def acknowledge_stop(self) -> None:
