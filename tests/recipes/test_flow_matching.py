@@ -90,7 +90,8 @@ def reference_loss(config: Config, pixels: torch.Tensor, guidance: float | None)
 
 def recipe_loss(config: Config, pixels: torch.Tensor, precision: str) -> float:
     from holdfast.recipes import flux_dreambooth as recipe
-    from holdfast.training.setup import compute_dtype, make_accelerator, prepare_model
+    from holdfast.training.models import prepare_model
+    from holdfast.training.setup import compute_dtype, make_accelerator
 
     accelerator = make_accelerator(dataclasses.replace(config, mixed_precision=precision))
     base = Path(config.pretrained_model_name_or_path)

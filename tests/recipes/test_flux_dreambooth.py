@@ -30,7 +30,7 @@ from holdfast.errors import UsageError
 from holdfast.integrations import accelerate_config
 from holdfast.recipes import flux_dreambooth as recipe
 from holdfast.testing import Died, RankPool
-from holdfast.training import loop, setup
+from holdfast.training import loop, models
 from holdfast.training.metrics import read_lines
 
 STEPS, EVERY, ACCUMULATION = 5, 2, 2
@@ -116,7 +116,7 @@ class Watch:
     seen: dict[str, Any] = field(default_factory=lambda: {"samples": [], "generators": [], "state": None})
 
     def install(self) -> None:
-        prepare, optimizer, make_loss = setup.prepare_model, loop.make_optimizer, recipe.make_loss
+        prepare, optimizer, make_loss = models.prepare_model, loop.make_optimizer, recipe.make_loss
 
         def keep(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
             def made(*args: Any, **kwargs: Any) -> Any:
@@ -125,7 +125,7 @@ class Watch:
 
             return made
 
-        setup.prepare_model = keep("model", prepare)
+        models.prepare_model = keep("model", prepare)
         loop.make_optimizer = keep("optimizer", optimizer)
         recipe.make_loss = lambda *args: self.around(make_loss(*args))
 

@@ -81,6 +81,26 @@ def shard(
     return model
 
 
+def trained_units(model: nn.Module, layers: Iterable[nn.Module]) -> set[int]:
+    """Ids of the modules that FSDP1 has to make units of their own: what is trained (an adapter) in a layer that is frozen else.
+
+    A unit of FSDP1 has one dtype, and without original parameters it is trained or not as a whole.
+    """
+    found: set[int] = set()
+    layers = list(layers)
+    inside = {id(p) for layer in layers for p in layer.parameters()}
+    for unit in [*layers, model]:
+        own = [p for p in unit.parameters() if unit is not model or id(p) not in inside]
+        if len({p.requires_grad for p in own}) < 2:
+            continue
+        mixed = {id(p) for p in own}
+        for module in unit.modules():
+            leaf = list(module.parameters(recurse=False))
+            if leaf and all(p.requires_grad and id(p) in mixed for p in leaf):
+                found.add(id(module))
+    return found
+
+
 def _version_1(
     model: nn.Module,
     layers: list[nn.Module],
@@ -90,7 +110,7 @@ def _version_1(
     device: torch.device,
     use_orig_params: bool,
 ) -> nn.Module:
-    units = {id(layer) for layer in layers}
+    units = {id(layer) for layer in layers} | trained_units(model, layers)
     strategy = ShardingStrategy.FULL_SHARD if mesh.ndim == 1 else ShardingStrategy.HYBRID_SHARD
     return FullyShardedDataParallel(
         model,

@@ -72,7 +72,8 @@ def main(config: Config) -> None:
     from holdfast.training.hub import fetch_pipeline
     from holdfast.training.images import ImageFolder
     from holdfast.training.loop import train
-    from holdfast.training.setup import compute_dtype, configure_logging, make_accelerator, prepare_model
+    from holdfast.training.models import prepare_model
+    from holdfast.training.setup import compute_dtype, configure_logging, make_accelerator
 
     configure_logging()
     accelerator = make_accelerator(config)
@@ -119,8 +120,8 @@ def encode_prompt(config: Config, accelerator: Accelerator, base: Path, dtype: t
     from diffusers import FluxPipeline
     from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
+    from holdfast.training.models import load_frozen
     from holdfast.training.once import once
-    from holdfast.training.setup import load_frozen
 
     clip_config = CLIPTextConfig.from_pretrained(base / "text_encoder")
     t5_config = T5Config.from_pretrained(base / "text_encoder_2")
@@ -165,7 +166,7 @@ def make_loss(
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline
 
     from holdfast.training.flow_matching import draw_times, flow_matching_loss, noised
-    from holdfast.training.setup import load_frozen
+    from holdfast.training.models import load_frozen
 
     dtype, device = text.sequence.dtype, accelerator.device
     vae_config = AutoencoderKL.load_config(base / "vae")

@@ -1,9 +1,4 @@
-"""From flags and the accelerate config to an Accelerator and a model that is sharded, loaded and ready to train.
-
-No rank ever holds a sharded model whole: it is built on the meta device, cut, and each rank reads its own slices from
-disk. Accelerate's own ways of loading (one rank reads and broadcasts) are switched off. Elsewhere (DDP, one process)
-every rank reads the whole from disk.
-"""
+"""From flags and the accelerate config to an Accelerator. What the device or the config cannot do is refused here."""
 
 from __future__ import annotations
 
@@ -11,7 +6,6 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import diffusers
@@ -19,10 +13,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, ProjectConfiguration
-from torch import nn
 
-import holdfast
-from holdfast.engine.meta import give_memory, parameters_on_meta
 from holdfast.errors import UsageError
 from holdfast.integrations import cpu_ranks
 from holdfast.training.config import DiffusionConfig
@@ -72,6 +63,7 @@ def make_accelerator(config: DiffusionConfig) -> Accelerator:
     except (ValueError, ImportError) as error:
         raise UsageError(f"Accelerate cannot serve this configuration: {error}") from error
     _refuse_precision(accelerator)
+    _refuse_device(config, accelerator)
     _refuse_ignored_fsdp(accelerator)
     if config.cpu_fsdp and accelerator.distributed_type != DistributedType.FSDP:
         logger.warning(
@@ -89,6 +81,26 @@ def _refuse_precision(accelerator: Accelerator) -> None:
         raise UsageError(
             f"Mixed precision {precision} is not possible here (device: {device}). Use --mixed_precision=bf16, or no."
         )
+
+
+def _refuse_device(config: DiffusionConfig, accelerator: Accelerator) -> None:
+    """Flags that need a device which is not here; those that set something in torch, set it."""
+    device = accelerator.device.type
+    lines = []
+    if config.allow_tf32:
+        if device == "cuda" and torch.cuda.get_device_capability()[0] >= 8:
+            torch.backends.cuda.matmul.allow_tf32 = True
+        else:
+            lines.append(f"--allow_tf32 needs an NVIDIA GPU that has TF32 (Ampere or newer); this device is {device}. Leave it out.")
+    if config.enable_npu_flash_attention and device != "npu":
+        lines.append(f"--enable_npu_flash_attention needs an Ascend NPU; this device is {device}. Leave it out.")
+    if config.use_8bit_adam and not config.is_prodigy:
+        if device == "cpu":
+            lines.append("--use_8bit_adam needs a GPU; this device is cpu. Leave it out.")
+        elif accelerator.distributed_type == DistributedType.FSDP:
+            lines.append("--use_8bit_adam does not work with FSDP, which shards the state itself. Leave one of them out.")
+    if lines:
+        raise UsageError("\n".join(lines))
 
 
 def _refuse_ignored_fsdp(accelerator: Accelerator) -> None:
@@ -111,40 +123,3 @@ def _is_true(variable: str) -> bool:
 def compute_dtype(accelerator: Accelerator) -> torch.dtype:
     """The dtype of frozen parts and of the model's inputs, as mixed precision says."""
     return _DTYPES[accelerator.mixed_precision]
-
-
-def prepare_model(
-    accelerator: Accelerator, build: Callable[[], nn.Module], folder: Path, variant: str | None, checkpointing: bool
-) -> nn.Module:
-    """The model that `build` makes, with the weights of `folder` in fp32, sharded or wrapped as the run needs it.
-
-    `checkpointing` asks for activation checkpointing. Make the optimizer from the result's parameters.
-    """
-    with parameters_on_meta():
-        model = build()
-    model.train()
-    fsdp = accelerator.distributed_type == DistributedType.FSDP
-    if checkpointing and not (fsdp and accelerator.state.fsdp_plugin.activation_checkpointing):
-        model.enable_gradient_checkpointing()  # type: ignore[operator]
-    prepared: nn.Module
-    if not fsdp:
-        holdfast.load_pretrained(model, folder, dtype=torch.float32, device=accelerator.device, variant=variant)
-        prepared = accelerator.prepare(model)
-        return prepared
-    if not accelerator.is_fsdp2:
-        # A unit at a time gets memory and is cut; its values come afterwards. FSDP1 keeps the types that it finds.
-        accelerator.state.fsdp_plugin.param_init_fn = give_memory(accelerator.device)
-        prepared = accelerator.prepare(model.float())
-        return holdfast.load_pretrained(prepared, folder, variant=variant)
-    # Accelerate shards a model only together with an optimizer, whose parameters it then swaps by their address. On the
-    # meta device all addresses are 0, so it gets one without parameters, and the real one is made afterwards.
-    prepared, _ = accelerator.prepare(model, torch.optim.SGD([{"params": []}], lr=0.0))
-    accelerator._optimizers.clear()
-    return holdfast.load_pretrained(prepared, folder, dtype=torch.float32, variant=variant)
-
-
-def load_frozen(build: Callable[[], nn.Module], folder: Path, variant: str | None, dtype: torch.dtype) -> nn.Module:
-    """A part of the pipeline that is not trained, on the CPU, in evaluation mode; only its own files are read."""
-    with parameters_on_meta():
-        model = build()
-    return holdfast.load_pretrained(model, folder, dtype=dtype, variant=variant).requires_grad_(False).eval()
