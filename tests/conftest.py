@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,10 @@ from holdfast.testing.pool import RankPool
 # The machine may be busy with other ranks: how long an example takes says nothing about the code.
 settings.register_profile("holdfast", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("holdfast")
+
+
+# Digests of base files are kept there, by the ranks of the pool, too.
+os.environ["HOLDFAST_CACHE"] = tempfile.mkdtemp(prefix="holdfast-tests-")
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from holdfast.core.boxes import REPLICATE, Mesh, Placement
 from holdfast.core.documents import MAX_DEPTH, canonical, parse
 from holdfast.core.flat import Flat
-from holdfast.core.layout import Layout, OptimizerSlot, TensorSpec, spread_replicas
-from holdfast.core.manifest import Announcement, Manifest, Receipt
+from holdfast.core.layout import BaseFile, Layout, Named, OptimizerSlot, TensorSpec, spread_replicas
+from holdfast.core.manifest import Announcement, BaseNote, Manifest, Receipt
 from holdfast.core.safetensors import build_header, header_length, parse_header
 from holdfast.errors import CorruptCheckpoint, IncompatibleCheckpoint
 
@@ -35,6 +36,13 @@ def make_layout() -> Layout:
         "model.scalar": TensorSpec("F32", (), Flat(Mesh((1, 4), (0, 1, 2, 3)), 0, 1)),
     }
     return Layout(4, tensors, {"model.tied": "model.a"})
+
+
+def based_layout() -> Layout:
+    """The same with two of its tensors in base files."""
+    layout = make_layout()
+    named = {"model.a": Named(BaseFile("a.safetensors", 9, "1" * 64), "a"), "model.seen": Named(BaseFile("a.safetensors", 7, "0" * 64), "s")}
+    return replace(layout, tensors={name: replace(spec, base=named.get(name)) for name, spec in layout.tensors.items()})
 
 
 def test_round_trips() -> None:
@@ -74,11 +82,59 @@ def test_a_strange_receipt_is_refused(path: list[Any], value: Any, message: str)
         Receipt.parse(change(RECEIPT.encoded(), path, value), "it")
 
 
-@pytest.mark.parametrize("read", [Receipt.parse, Manifest.parse, Layout.parse])
-def test_another_version_is_said_to_be_one(read: Any) -> None:
+@pytest.mark.parametrize(
+    ("read", "known"), [(Receipt.parse, "version 1"), (Manifest.parse, "version 1"), (Layout.parse, "versions 1 and 2")]
+)
+def test_another_version_is_said_to_be_one(read: Any, known: str) -> None:
     written = {Receipt.parse: RECEIPT.encoded(), Manifest.parse: MANIFEST.encoded(), Layout.parse: make_layout().encoded}
-    with pytest.raises(IncompatibleCheckpoint, match="it is of format version 2, this Holdfast reads version 1"):
-        read(change(written[read], ["version"], 2), "it")
+    with pytest.raises(IncompatibleCheckpoint, match=f"it is of format version 3, this Holdfast reads {known}: use"):
+        read(change(written[read], ["version"], 3), "it")
+
+
+def test_a_layout_names_a_base_in_version_2_and_is_version_1_without() -> None:
+    plain, based = make_layout(), based_layout()
+    assert json.loads(plain.encoded)["version"] == 1 and b"base" not in plain.encoded
+    assert json.loads(based.encoded)["version"] == 2
+    assert Layout.parse(based.encoded, "it") == based
+    assert Layout.parse(based.encoded, "it").bases == [BaseFile("a.safetensors", 7, "0" * 64), BaseFile("a.safetensors", 9, "1" * 64)]
+    # Version 1 has no such fields, so they mean nothing there.
+    assert Layout.parse(change(based.encoded, ["version"], 1), "it") == plain
+    noted = replace(RECEIPT, bases=(BaseNote("model", "/base"), BaseNote("model.ema", "/hub", "owner/name", "main")))
+    assert Receipt.parse(noted.encoded(), "it") == noted
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["bases", 0, "file"], "../a.safetensors", "no plain file name"),
+        (["bases", 0, "file"], "..", "no plain file name"),
+        (["bases", 0, "file"], "/etc/passwd", "no plain file name"),
+        (["bases", 0, "file"], "c:\\a", "no plain file name"),
+        (["bases", 0, "file"], "", "no plain file name"),
+        (["bases", 0, "sha256"], "0" * 63, "is no digest"),
+        (["bases", 0, "size"], -1, "out of range"),
+        (["bases", 0], "a", "expected an object"),
+        (["bases"], {}, "should be list"),
+        (["tensors", "model.a", "base"], [2, "x"], "one of 2 base files"),
+        (["tensors", "model.a", "base"], [-1, "x"], "one of 2 base files"),
+        (["tensors", "model.a", "base"], [True, "x"], "one of 2 base files"),
+        (["tensors", "model.a", "base"], [0, 5], "one of 2 base files"),
+        (["tensors", "model.a", "base"], [0], "one of 2 base files"),
+    ],
+)
+def test_a_strange_base_is_refused(path: list[Any], value: Any, message: str) -> None:
+    with pytest.raises(CorruptCheckpoint, match=message):
+        Layout.parse(change(based_layout().encoded, path, value), "it")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [({}, "should be list"), ([5], "expected an object"), ([{"model": "m"}], "'path' should be str"), ([{}] * 1025, "1025 bases"),
+     ([{"model": "m", "path": "p", "revision": 3}], "'revision' should be str")],
+)  # fmt: skip
+def test_a_strange_note_of_a_base_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(CorruptCheckpoint, match=message):
+        Receipt.parse(change(RECEIPT.encoded(), ["bases"], value), "it")
 
 
 @pytest.mark.parametrize(

@@ -119,17 +119,19 @@ class Fields:
             raise CorruptCheckpoint(f"{self.what}: field {name!r} should hold digests")
         return tuple(values)
 
-    def version(self, known: int) -> None:
-        """That this is the version that this code reads.
+    def version(self, *known: int) -> int:
+        """The version, which is one that this code reads.
 
         Raises:
             IncompatibleCheckpoint: it is whole, perhaps, but another Holdfast's.
         """
         found = self.count("version")
-        if found != known:
+        if found not in known:
+            reads = f"version {known[0]}" if len(known) == 1 else f"versions {' and '.join(map(str, known))}"
             raise IncompatibleCheckpoint(
-                f"{self.what} is of format version {found}, this Holdfast reads version {known}: use the Holdfast that wrote it"
+                f"{self.what} is of format version {found}, this Holdfast reads {reads}: use the Holdfast that wrote it"
             )
+        return found
 
     def expect(self, name: str, value: str | int) -> None:
         found = self.document.get(name)

@@ -23,6 +23,9 @@ BLOCK = 1 << 20
 """Bytes per hash. A reader that needs a part of a block reads and checks all of it, so the block is the unit of waste: at
 1 MiB a row range of a large matrix wastes little, and the hashes of a 10 GB file take 330 KB of its receipt."""
 
+MAX_NOTES = 1024
+"""Models that a run can have been given; more notes than that are nobody's."""
+
 _ATTEMPT = re.compile(r"[0-9a-f]{8,32}-[0-9]{1,12}")
 
 
@@ -43,6 +46,24 @@ def layout_file(layout_digest: str) -> str:
 
 
 RANK_NAME = re.compile(r"rank-(\d{5,})-([0-9a-f]{8,32}-\d{1,12})\.(safetensors|json)")
+
+
+@dataclass(frozen=True, slots=True)
+class BaseNote:
+    """For people and for exports: from which folder (and repository, at which revision) a model was loaded.
+
+    `model` is the name that its tensors begin with. What the folder has to hold is said elsewhere, by digests.
+    """
+
+    model: str
+    path: str
+    repository: str | None = None
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        if self.repository is None:
+            return self.path
+        return f"{self.repository} at revision {self.revision} ({self.path})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +90,11 @@ class Receipt:
     written_s: float
     metric: float | None = None
     groups: str | None = None
+    bases: tuple[BaseNote, ...] = ()
 
     def encoded(self) -> bytes:
         document = {"format": RECEIPT_FORMAT, "version": VERSION, **asdict(self), "blocks": list(self.blocks)}
+        document["bases"] = [_without_none(asdict(note)) for note in self.bases] or None
         return canonical(_without_none(document))
 
     @classmethod
@@ -96,6 +119,7 @@ class Receipt:
             written_s=fields.get("written_s", float),
             metric=_metric(fields),
             groups=fields.digest("groups") if "groups" in fields.document else None,
+            bases=_notes(fields),
         )
         if receipt.block_size == 0 or len(receipt.blocks) != -(-receipt.size // receipt.block_size):
             raise CorruptCheckpoint(f"{what}: {len(receipt.blocks)} hashes for {receipt.size} bytes")
@@ -218,6 +242,18 @@ class Manifest:
 def _without_none(document: dict[str, Json]) -> dict[str, Json]:
     """A field that is not set is left out."""
     return {k: v for k, v in document.items() if v is not None}
+
+
+def _notes(fields: Fields) -> tuple[BaseNote, ...]:
+    documents = fields.get("bases", list) if "bases" in fields.document else []
+    if len(documents) > MAX_NOTES:
+        raise CorruptCheckpoint(f"{fields.what}: notes of {len(documents)} bases")
+    notes = []
+    for document in documents:
+        note = Fields(document, f"{fields.what}: base")
+        more = {key: note.get(key, str) for key in ("repository", "revision") if key in note.document}
+        notes.append(BaseNote(note.get("model", str), note.get("path", str), **more))
+    return tuple(notes)
 
 
 def _metric(fields: Fields) -> float | None:

@@ -2,26 +2,41 @@
 
     manifest -> receipts and layouts (by digest) -> blocks of a rank's file (by hash) -> header, tensors, small state
 
-A reader opens only the receipts and headers of the ranks whose pieces it needs.
+A reader opens only the receipts and headers of the ranks whose pieces it needs. What a rank has not written of a tensor that
+names a base lies in a file of that base, which `engine.base_files` finds. Such a file is a source like a rank's file, with a number
+below 0: -1 is the first that the layouts name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
 from holdfast.core.boxes import Box, Shape
 from holdfast.core.documents import Json, digest, parse
 from holdfast.core.flat import Flat, boxes, span
-from holdfast.core.layout import Layout, TensorSpec, item_size, stored_as
+from holdfast.core.layout import BaseFile, Layout, Named, TensorSpec, item_size, stored_as
 from holdfast.core.manifest import MANIFEST_FILE, Manifest, Receipt, layout_file, rank_file, receipt_file
 from holdfast.core.safetensors import Entry, header_length, parse_header
+from holdfast.engine.base_files import BaseFiles
 from holdfast.engine.blocks import BlockFile
 from holdfast.engine.plan import STATE_TENSOR
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint
 from holdfast.formats.recognise import NATIVE, recognise
 from holdfast.storage import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What `source` has of a tensor: `box` of it is good. It lies in `whole`, which `entry` says where to find, as `dtype`."""
+
+    source: int
+    box: Box
+    whole: Box
+    entry: Entry
+    dtype: str
 
 
 class Checkpoint:
@@ -43,6 +58,7 @@ class Checkpoint:
         self.digest = digest(encoded)
         self._receipts: dict[int, Receipt] = {}
         self._headers: dict[int, dict[str, Entry]] = {}
+        self.base_files = BaseFiles(self.where, lambda: self.receipt(0).bases)
 
     def _no_manifest(self) -> str:
         names = self.storage.names(self.folder)
@@ -72,8 +88,15 @@ class Checkpoint:
         merged: dict[str, TensorSpec] = {}
         for layout in self.layouts.values():
             for name, spec in layout.tensors.items():
-                merged.setdefault(name, spec)
+                known = merged.setdefault(name, spec)
+                if known.base is None and spec.base is not None:
+                    merged[name] = replace(known, base=spec.base)
         return merged
+
+    @cached_property
+    def bases(self) -> list[BaseFile]:
+        """The base files that its tensors name: the sources -1, -2, ..."""
+        return sorted({spec.base.file for spec in self.tensors.values() if spec.base is not None})
 
     @cached_property
     def aliases(self) -> dict[str, str]:
@@ -93,7 +116,9 @@ class Checkpoint:
         return self._receipts[rank]
 
     def file(self, rank: int) -> BlockFile:
-        """The rank's file; its size is checked, its blocks are when they are read."""
+        """The rank's file, or a base's; its size is checked, a rank's blocks are when they are read."""
+        if rank < 0:
+            return self.base_files.find(self.bases[-1 - rank])
         receipt = self.receipt(rank)
         path = f"{self.folder}/{rank_file(rank, self.manifest.attempt)}"
         try:
@@ -147,20 +172,60 @@ class Checkpoint:
             return True
         return any(name in self.header(rank) for rank in self.writers(spec, Box.whole(spec.shape))[:1])
 
-    def pieces(self, name: str, spec: TensorSpec, wanted: Box) -> Iterator[tuple[int, Box, Entry]]:
-        """(rank, box, where in that rank's file) of every written box of a placed or flat tensor that meets `wanted`."""
+    def pieces(self, name: str, spec: TensorSpec, wanted: Box) -> Iterator[Piece]:
+        """Every written or named box of a placed or flat tensor that meets `wanted`; the boxes do not overlap."""
         assert spec.placement is not None and spec.shape is not None
         if not isinstance(spec.placement, Flat):
             for rank, box in spec.placement.pieces(spec.shape, spec.replica, wanted):
-                yield rank, box, self._checked(rank, name, spec.dtype, box.size)
+                if self._in_base(rank, name, spec):
+                    yield self._named(name, spec, spec.shape, box)
+                else:
+                    yield Piece(rank, box, box, self._checked(rank, name, spec.dtype, box.size), spec.dtype)
             return
         for rank, start, stop in spec.placement.pieces(prod(spec.shape), *span(spec.shape, wanted)):
-            entry = self._checked(rank, name, spec.dtype, (stop - start,))
+            named = self._in_base(rank, name, spec)
+            entry = None if named else self._checked(rank, name, spec.dtype, (stop - start,))
             for box, at in boxes(spec.shape, start, stop):
-                if box.intersect(wanted) is not None:
-                    dtype, shape = stored_as(spec.dtype, box.size)
-                    begin = entry.start + at * item_size(spec.dtype)
-                    yield rank, box, Entry(dtype, shape, begin, begin + box.numel * item_size(spec.dtype))
+                if box.intersect(wanted) is None:
+                    continue
+                if entry is None:
+                    yield self._named(name, spec, spec.shape, box)
+                    continue
+                dtype, shape = stored_as(spec.dtype, box.size)
+                begin = entry.start + at * item_size(spec.dtype)
+                part = Entry(dtype, shape, begin, begin + box.numel * item_size(spec.dtype))
+                yield Piece(rank, box, box, part, spec.dtype)
+
+    def rests_on_base(self, name: str) -> bool:
+        """Whether some rank has named its part of a tensor, and not written it."""
+        spec = self.tensors[name]
+        if spec.base is None:
+            return False
+        ranks = range(self.manifest.world_size) if spec.shape is None else self.writers(spec, Box.whole(spec.shape))
+        return any(name not in self.header(rank) for rank in ranks)
+
+    def own(self, name: str, rank: int) -> Piece:
+        """The copy of a per-rank tensor that is good for `rank`: what it wrote, or what its base holds."""
+        spec = self.tensors[name]
+        if self._in_base(rank, name, spec):
+            return self._named(name, spec, None, None)
+        entry = self.entry(rank, name)
+        whole = Box.whole(entry.shape[:-1] if spec.dtype == "C128" else entry.shape)
+        return Piece(rank, whole, whole, entry, spec.dtype)
+
+    def _in_base(self, rank: int, name: str, spec: TensorSpec) -> bool:
+        return spec.base is not None and name not in self.header(rank)
+
+    def _named(self, name: str, spec: TensorSpec, shape: Shape | None, box: Box | None) -> Piece:
+        assert isinstance(spec.base, Named)
+        entry = self.base_files.entry(spec.base)
+        whole = Box.whole(entry.shape)
+        if shape not in (None, entry.shape):
+            raise CorruptCheckpoint(
+                f"{self.where}: {name} is of shape {list(shape or ())}, and {spec.base.tensor} of the base {spec.base.file.file} of "
+                f"{list(entry.shape)}"
+            )
+        return Piece(-1 - self.bases.index(spec.base.file), box or whole, whole, entry, entry.dtype)
 
     def _checked(self, rank: int, name: str, dtype: str, shape: Shape) -> Entry:
         entry = self.entry(rank, name)

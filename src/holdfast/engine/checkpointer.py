@@ -49,6 +49,8 @@ class Checkpointer:
         optimizer: the optimizer, or a list or dict of them; Accelerate's wrappers are seen through.
         lr_scheduler, scaler: objects with `state_dict` and `load_state_dict`, or lists or dicts of them.
         dataloader: the same; `holdfast.DataLoader` keeps a position that any number of ranks can continue.
+        base: the folder that the model was loaded from, or folders by the models' keys, where not `load_pretrained` loaded it. Frozen
+            weights that are found to be what stands there are named in checkpoints, not copied.
         extra: the caller's own state by name: objects with `state_dict` and `load_state_dict`, or dicts and lists that are
             filled in place on resume.
         overlap: False: `save` returns when the state has been copied. True: it returns at once, and the copy runs beside
@@ -81,6 +83,7 @@ class Checkpointer:
         dataloader: object = None,
         scaler: object = None,
         extra: Mapping[str, object] | None = None,
+        base: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | None = None,
         overlap: bool = False,
         keep_last: int | None = None,
         keep_every: int | None = None,
@@ -94,12 +97,14 @@ class Checkpointer:
         self.read_back = read_back
         self.retention = Retention(keep_last, keep_every, keep_best, best)
         self._deadlines = deadlines or Deadlines()
-        self._registered = register(model, optimizer, lr_scheduler, dataloader, scaler, extra)
+        self._registered = register(model, optimizer, lr_scheduler, dataloader, scaler, extra, base)
         self._rank, self._world_size = self._registered.rank, self._registered.world_size
-        canonical(collect(self._registered).small)  # what cannot be saved is refused before the first step
+        first = collect(self._registered)
+        canonical(first.small)  # what cannot be saved is refused before the first step
         if (one_caller or stop_signals) and not self._registered.optimizers:
             raise UsageError("one_caller and stop_signals count optimizer steps: give the Checkpointer its optimizer")
-        training_store, service_store, watcher_store = connect(self._world_size, self._deadlines)
+        self._connections = Connections(self._world_size, self._deadlines.store)
+        training_store, service_store, watcher_store = (self._connections.another() for _ in range(3))
         self._storage, self._run, self._lease = meet(
             folder, training_store, self._rank, self._world_size, self._deadlines
         )
@@ -118,6 +123,7 @@ class Checkpointer:
             after_commit=self._after_commit,
             read_back=read_back,
         )
+        self._registered.bases.prepare(first)
         self._saver = Saver(self._registered, self._run, self._gate, self._service, self._deadlines, overlap)
         self._gate.first_steps_made = self._saver.warm_up
         self._closed = False

@@ -21,6 +21,7 @@ from holdfast.core.boxes import REPLICATE, Mesh, Placement, one_rank
 from holdfast.core.documents import Json
 from holdfast.core.layout import OptimizerSlot, TensorSpec
 from holdfast.engine import dtypes, statetree
+from holdfast.engine.base import Bases, Origin, origin_of
 from holdfast.engine.fsdp1 import FlatPiece
 from holdfast.engine.names import NamedState, extra_state_modules, join, named_state
 from holdfast.engine.optimizers import OptimizerState
@@ -45,10 +46,16 @@ class Held:
 class Collected:
     """What a save writes. `volatile` names the tensors that a forward may change (buffers), so that they are copied first.
 
-    `elsewhere` describes what other ranks write of flat units, for a layout that is the same on all.
+    `elsewhere` describes what other ranks write of flat units, for a layout that is the same on all. `origins` says of frozen
+    tensors where they were read; `named` are those that have proved to be what stands there, and are not written.
     """
 
     tensors: dict[str, Held] = field(default_factory=dict)
+    named: dict[str, Held] = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict)
+    based: set[str] = field(default_factory=set)
+    """Those that have an origin, be it lost by now: the same on all ranks."""
+
     elsewhere: dict[str, TensorSpec] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     volatile: set[str] = field(default_factory=set)
@@ -71,6 +78,12 @@ class Registered:
 
     placements: dict[object, tuple[object, Placement]] = field(default_factory=dict)
     """What was made of each DTensor's mesh and placements, with the mesh itself so that its id stays its own."""
+
+    bases: Bases = field(init=False)
+    """What is known of the files that frozen weights came from."""
+
+    def __post_init__(self) -> None:
+        self.bases = Bases(self.rank)
 
 
 def collect(registered: Registered) -> Collected:
@@ -99,6 +112,10 @@ def collect(registered: Registered) -> Collected:
             hold_piece(name, tensor, tensor.local)
         else:
             hold(name, tensor, name in names.replicated)
+        trained = tensor.trained if isinstance(tensor, FlatPiece) else tensor.requires_grad
+        if not trained and (origin := origin_of(*names.places[name])) is not None and origin.entry.shape == tuple(tensor.shape):
+            result.origins[name] = origin
+    result.based = set(result.origins)
     for key, optimizer in registered.optimizers.items():
         state = OptimizerState(key, optimizer, names, hold, hold_piece)
         result.small[join("optimizer", key)] = state.collect()
@@ -179,6 +196,16 @@ def describe(
             placements["ddp"] = None, Placement(everybody, (REPLICATE,))
         return Held(TensorSpec(dtype, tuple(tensor.shape), placements["ddp"][1], 0, slot), tensor)
     return Held(TensorSpec(dtype, None, None, 0, slot), tensor)
+
+
+def held_of(name: str, tensor: torch.Tensor | FlatPiece) -> Held:
+    """What this rank writes of a tensor of a model, as `collect` would find it but for who has copies."""
+    if isinstance(tensor, FlatPiece):
+        return Held(TensorSpec(dtypes.name_of(tensor.local, name), tensor.shape, tensor.placement), tensor.written(tensor.local))
+    if isinstance(tensor, DTensor):
+        local = tensor._local_tensor
+        return Held(TensorSpec(dtypes.name_of(local, name), tuple(tensor.shape), dtensor_placement(name, tensor)), local)
+    return Held(TensorSpec(dtypes.name_of(tensor, name), None, None), tensor)
 
 
 def dtensor_placement(name: str, tensor: DTensor) -> Placement:

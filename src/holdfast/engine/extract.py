@@ -74,9 +74,8 @@ def stored(checkpoint: Checkpoint, name: str) -> Stored:
     if spec.shape is not None:
         return Stored(name, spec.dtype, spec.shape)
     for rank in range(checkpoint.manifest.world_size):
-        entry = checkpoint.header(rank).get(name)
-        if entry is not None:
-            return Stored(name, spec.dtype, entry.shape[:-1] if spec.dtype == "C128" else entry.shape, rank)
+        if name in checkpoint.header(rank) or spec.base is not None:
+            return Stored(name, spec.dtype, checkpoint.own(name, rank).whole.size, rank)
     raise CorruptCheckpoint(f"{checkpoint.where}: no rank's file has {name}")
 
 
@@ -149,13 +148,13 @@ def _read(checkpoint: Checkpoint, batch: list[tuple[Stored, Box, torch.Tensor]])
 
 def _parts(checkpoint: Checkpoint, tensor: Stored, wanted: Box, target: torch.Tensor) -> Iterator[tuple[int, Part]]:
     if tensor.rank is not None:
-        whole = Box.whole(tensor.shape)
-        yield tensor.rank, Part(tensor.name, tensor.dtype, checkpoint.entry(tensor.rank, tensor.name), whole, wanted, target)
+        own = checkpoint.own(tensor.name, tensor.rank)
+        yield own.source, Part(tensor.name, own.dtype, own.entry, own.whole, wanted, target)
         return
-    for rank, piece, entry in checkpoint.pieces(tensor.name, checkpoint.tensors[tensor.name], wanted):
-        common = piece.intersect(wanted) if piece.size else piece
+    for piece in checkpoint.pieces(tensor.name, checkpoint.tensors[tensor.name], wanted):
+        common = piece.box.intersect(wanted) if piece.box.size else piece.box
         if common is None:
             continue
         inner = common.relative_to(wanted)
         view = target[tuple(slice(o, o + n) for o, n in zip(inner.offset, inner.size, strict=True))]
-        yield rank, Part(tensor.name, tensor.dtype, entry, piece, common, view)
+        yield piece.source, Part(tensor.name, piece.dtype, piece.entry, piece.whole, common, view)

@@ -62,6 +62,8 @@ class NamedState:
     aliases: dict[str, str] = field(default_factory=dict)
     replicated: set[str] = field(default_factory=set)
     optimised: dict[int, Optimised] = field(default_factory=dict)
+    places: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
+    """By every clean name, further ones of tied parameters included, the module that it is an attribute of."""
 
     @property
     def tensors(self) -> dict[str, torch.Tensor | FlatPiece]:
@@ -93,8 +95,9 @@ def named_state(models: Mapping[str, nn.Module]) -> NamedState:
     state = NamedState()
     first_name: dict[object, str] = {}
 
-    def is_new(key: object, full: str) -> bool:
+    def is_new(key: object, full: str, module: nn.Module, attribute: str) -> bool:
         known = first_name.setdefault(key, full)
+        state.places[full] = module, attribute
         if known != full:
             state.aliases[full] = known
         return known == full
@@ -107,14 +110,14 @@ def named_state(models: Mapping[str, nn.Module]) -> NamedState:
             flat = inside.get(id(module), {})
             for name, (unit, index) in flat.items():
                 full = join(prefix, name)
-                if is_new((id(unit.flat), index), full):
+                if is_new((id(unit.flat), index), full, module, name):
                     state.parameters[full] = unit.pieces[index]
             for name, parameter in module._parameters.items():
                 if parameter is None or name in flat or id(parameter) in whole_units:
                     continue
                 shard = shards.get((id(module), name), parameter)
                 full = join(prefix, name)
-                if is_new(id(shard), full):
+                if is_new(id(shard), full, module, name):
                     state.parameters[full] = shard
                     state.optimised[id(shard)] = Optimised((full,))
                     if vouched is not None and id(parameter) in vouched:
@@ -123,7 +126,7 @@ def named_state(models: Mapping[str, nn.Module]) -> NamedState:
                 if buffer is None or name in module._non_persistent_buffers_set:
                     continue
                 full = join(prefix, name)
-                if is_new(id(buffer), full):
+                if is_new(id(buffer), full, module, name):
                     state.buffers[full] = buffer
         for unit in units:
             state.optimised |= _optimised(unit, tuple(first_name[id(unit.flat), i] for i in range(len(unit.pieces))))
@@ -165,6 +168,12 @@ def extra_state_modules(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 found.setdefault(prefix, module)
     return found
+
+
+def clean_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module with its clean name; wrappers have that of what they wrap."""
+    for prefix, module, _ in _walk(model, ""):
+        yield prefix, module
 
 
 def _walk(module: nn.Module, prefix: str, vouched: set[int] | None = None) -> Iterator[tuple[str, nn.Module, set[int] | None]]:

@@ -7,13 +7,15 @@ builds no header and no layout.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 from holdfast.core.boxes import Shape
 from holdfast.core.flat import Flat
 from holdfast.core.layout import Layout, TensorSpec, spread_replicas, stored_as
 from holdfast.core.safetensors import ALIGNMENT, ITEM_SIZE, Entry, build_header
+from holdfast.engine.base import Bases, Origin
 from holdfast.engine.collect import Collected
 
 STATE_TENSOR = "holdfast.state"
@@ -28,12 +30,26 @@ class SavePlan:
     """`entries` are the tensors that this rank writes, in file order; `image_size` is the file's size in bytes."""
 
     signature: object
-    layout: Layout
+    world_size: int
+    specs: Mapping[str, TensorSpec]
+    aliases: Mapping[str, str]
+    origins: Mapping[str, Origin]
+    bases: Bases
     header: bytes
     entries: Mapping[str, Entry]
     state_entry: Entry
     plain: tuple[str, ...]
     """Names of the per-rank tensors of optimizers, whose common digest tells whether all ranks hold the same."""
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Waits for the digests of the base files, where there are any: for the service thread.
+
+        Raises:
+            OSError, EOFError: a base file can no longer be read.
+        """
+        named = {name: replace(self.specs[name], base=self.bases.named(origin)) for name, origin in self.origins.items()}
+        return Layout(self.world_size, {**self.specs, **named}, dict(self.aliases))
 
     @property
     def image_size(self) -> int:
@@ -45,13 +61,17 @@ class SavePlan:
         return -(-self.image_size // ALIGNMENT) * ALIGNMENT
 
 
-def make_plan(collected: Collected, rank: int, world_size: int, small_bytes: int, last: SavePlan | None) -> SavePlan:
+def make_plan(
+    collected: Collected, bases: Bases, rank: int, world_size: int, small_bytes: int, last: SavePlan | None
+) -> SavePlan:
     """The plan for what was collected; `last` itself where it still fits."""
-    signature = {name: (held.spec, held.local.shape) for name, held in collected.tensors.items()}, collected.elsewhere
+    named = {name: held.spec for name, held in collected.named.items()}
+    tensors = {name: (held.spec, held.local.shape) for name, held in collected.tensors.items()}
+    signature = tensors, collected.elsewhere, named, collected.origins, collected.based
     if last is not None and small_bytes <= last.state_entry.nbytes and last.signature == signature:
         return last
-    specs = spread_replicas({name: held.spec for name, held in collected.tensors.items()} | collected.elsewhere)
-    layout = Layout(world_size, specs, dict(collected.aliases))
+    every = {name: held.spec for name, held in collected.tensors.items()} | named | collected.elsewhere
+    specs = spread_replicas(every, based=collected.based)
     mine: list[tuple[str, str, Shape]] = []
     for name, held in collected.tensors.items():
         if writes(specs[name], rank):
@@ -62,7 +82,9 @@ def make_plan(collected: Collected, rank: int, world_size: int, small_bytes: int
     header, entries = build_header([*mine, (STATE_TENSOR, "U8", (room,))], {"format": "pt", "holdfast": "1"})
     state_entry = entries.pop(STATE_TENSOR)
     plain = tuple(sorted(name for name in entries if specs[name].placement is None and specs[name].slot is not None))
-    return SavePlan(signature, layout, header, entries, state_entry, plain)
+    return SavePlan(
+        signature, world_size, specs, dict(collected.aliases), collected.origins, bases, header, entries, state_entry, plain
+    )
 
 
 def writes(spec: TensorSpec, rank: int) -> bool:

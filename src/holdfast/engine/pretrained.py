@@ -23,14 +23,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from holdfast.core.boxes import REPLICATE, Box, Mesh, Placement
+from holdfast.engine.base import Origin, keep_prints, leave_origin, origin_of
 from holdfast.engine.blocks import BlockFile, Part, read_parts
+from holdfast.engine.collect import Held, held_of, world
 from holdfast.engine.dtypes import DTYPE_OF
 from holdfast.engine.fsdp1 import FlatPiece
 from holdfast.engine.meta import home_of, materialise, values_without_file
 from holdfast.engine.names import named_state, unwrap
 from holdfast.engine.reading import flat_targets
 from holdfast.errors import IncompatibleCheckpoint, UsageError
-from holdfast.formats.huggingface import StoredTensor, stored_tensors
+from holdfast.formats.huggingface import StoredTensor, stored_in_any_variant, stored_tensors
+from holdfast.formats.peft import WRAPPER
 from holdfast.storage import LocalFolder, Storage
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -97,7 +100,45 @@ def load_pretrained(
     _read(storage, fills)
     for new in made:
         new.put()
+    _leave_origins(storage, fills)
     return model
+
+
+def claim_base(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Say that `model`, loaded by other means, has its values from `folder`: believed of a tensor once it has been compared.
+
+    Names are those of the model below an adapter; tensors without a counterpart are left alone.
+
+    Raises:
+        CheckpointNotFound: no such folder, or no safetensors weights in it.
+        UsageError: no tensor of the folder has the name and shape of one of the model.
+    """
+    storage = LocalFolder(folder)
+    stored = stored_in_any_variant(storage)
+    state = named_state({"": model})
+    names = {full: _bare(full).removeprefix(WRAPPER).replace(".base_layer.", ".") for full in state.places}
+    found = _aligned(stored, set(names.values()), str(getattr(unwrap(model), "base_model_prefix", "")), {})
+    pairs = [(place, found[names[full]]) for full, place in state.places.items() if names[full] in found]
+    if not pairs:
+        raise UsageError(f"base: {storage.describe()} has no tensor named like one of the {type(unwrap(model)).__name__}")
+    for (module, attribute), source in pairs:
+        known = origin_of(module, attribute)
+        if known is None or (known.storage.describe(), known.file) != (storage.describe(), source.path):
+            leave_origin(module, attribute, Origin.of(storage, source))
+
+
+def _leave_origins(storage: Storage, fills: Iterable[_Fill]) -> None:
+    """Tell the modules where their tensors are from; of frozen ones keep what proves it."""
+    rank = world()[0]
+    frozen: list[tuple[Origin, Held]] = []
+    for fill in fills:
+        origin = Origin.of(storage, fill.source)
+        for module, attribute in fill.places:
+            leave_origin(module, attribute, origin)
+        trained = fill.target.trained if isinstance(fill.target, FlatPiece) else fill.target.requires_grad
+        if not trained:
+            frozen.append((origin, held_of(fill.name, fill.target)))
+    keep_prints(frozen, rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +148,8 @@ class _Fill:
     name: str
     target: torch.Tensor | FlatPiece
     source: StoredTensor
+    places: tuple[tuple[nn.Module, str], ...]
+    """(module, attribute) under each of its names."""
 
     def targets(self) -> Iterator[tuple[Box, torch.Tensor]]:
         return _targets(self.name, self.target)
@@ -166,7 +209,7 @@ def _plan(
             stored_as = _described(DTYPE_OF[source.entry.dtype], source.entry.shape)
             differing.append(f"{name} is {stored_as} in the folder and {_described(target.dtype, target.shape)} here")
         else:
-            fills.append(_Fill(name, target, source))
+            fills.append(_Fill(name, target, source, tuple(state.places[f"model.{n}"] for n in names[name])))
             if isinstance(target, DTensor):
                 _box(name, target)  # is refused here where it has none
     unexpected = [] if allow_unexpected else sorted(found.keys() - known - _ignored(inner, found))

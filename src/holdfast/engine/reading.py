@@ -52,8 +52,7 @@ class Restore:
 
     def shape_at(self, rank: int, name: str) -> tuple[int, ...]:
         """The shape of a per-rank tensor in the file of `rank`."""
-        shape = self.checkpoint.entry(rank, name).shape
-        return shape[:-1] if self.spec(name).dtype == "C128" else shape
+        return self.checkpoint.own(name, rank).whole.size
 
     def plain_source(self, name: str) -> int:
         """Whose copy of a per-rank tensor to take: the own one, or, for another number of ranks, one of equal copies."""
@@ -64,15 +63,16 @@ class Restore:
             return rank % manifest.world_size if rank < manifest.world_size else 0
         return _equal_copy(self.checkpoint, name)
 
-    def add(self, name: str, targets: Iterator[Target] | list[Target]) -> None:
-        """Find what fills `targets` with the saved tensor `name`."""
+    def add(self, name: str, targets: Iterator[Target] | list[Target], kept: bool = False) -> None:
+        """Find what fills `targets` with the saved tensor `name`; with `kept` they have what the base holds already."""
         for box, view in targets:
             if self.spec(name).placement is None:
-                rank = self.plain_source(name)
-                self.add_piece(rank, name, Box.whole(self.shape_at(rank, name)), box, view)
-                continue
-            for rank, piece, entry in self.checkpoint.pieces(name, self.spec(name), box):
-                self._add_part(rank, Part(name, self.spec(name).dtype, entry, piece, piece, view), box)
+                pieces = iter([self.checkpoint.own(name, self.plain_source(name))])
+            else:
+                pieces = self.checkpoint.pieces(name, self.spec(name), box)
+            for p in pieces:
+                if p.source >= 0 or not kept:
+                    self._add_part(p.source, Part(name, p.dtype, p.entry, p.whole, p.box, view), box)
 
     def add_piece(self, rank: int, name: str, piece: Box, box: Box, view: torch.Tensor) -> None:
         """Fill the target from one rank's file, which holds `piece` of the tensor."""
@@ -81,7 +81,7 @@ class Restore:
 
     def _add_part(self, rank: int, part: Part, box: Box) -> None:
         """`part.target` holds `box`: keep of both what they have in common."""
-        wanted = part.piece.intersect(box)
+        wanted = part.wanted.intersect(box)
         if wanted is None:
             return
         target = part.target

@@ -12,6 +12,7 @@ from torch import nn
 from holdfast.engine.collect import Registered, world
 from holdfast.engine.names import Models, join, keyed
 from holdfast.engine.optimizers import bare_optimizer
+from holdfast.engine.pretrained import claim_base
 from holdfast.errors import UsageError
 from holdfast.storage import LocalFolder
 
@@ -29,7 +30,13 @@ def usable_folder(folder: Path) -> LocalFolder:
 
 
 def register(
-    model: Models, optimizer: object, lr_scheduler: object, dataloader: object, scaler: object, extra: Mapping[str, object] | None
+    model: Models,
+    optimizer: object,
+    lr_scheduler: object,
+    dataloader: object,
+    scaler: object,
+    extra: Mapping[str, object] | None,
+    base: object,
 ) -> Registered:
     models: dict[str, nn.Module] = {}
     for key, value in keyed(model, "model").items():
@@ -59,7 +66,15 @@ def register(
                 "which is filled in place on resume"
             )
         stateful[join("extra", key)] = value
-    return Registered(models, optimizers, stateful, *world())
+    for key, folder in keyed(base, "base").items():
+        if key not in models:
+            raise UsageError(f"{join('base', key)}: there is no such model; give folders as the models are given: one, or by key")
+        if not isinstance(folder, str | os.PathLike):
+            raise UsageError(f"{join('base', key)} is a {type(folder).__name__}, should be the folder that the model was loaded from")
+        claim_base(models[key], folder)
+    registered = Registered(models, optimizers, stateful, *world())
+    registered.bases.take_notes({join("model", key): m for key, m in models.items()})
+    return registered
 
 
 def _stateful(value: object) -> bool:

@@ -15,10 +15,12 @@ import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from holdfast.engine import fsdp1, rng, statetree
+from holdfast.engine.base import origin_of
 from holdfast.engine.blocks import read_parts
 from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.collect import Registered, encode_stateful
+from holdfast.engine.collect import Registered, encode_stateful, held_of
 from holdfast.engine.dtypes import DTYPE_OF
+from holdfast.engine.fsdp1 import FlatPiece
 from holdfast.engine.names import NamedState, extra_state_modules, named_state
 from holdfast.engine.reading import Restore as Restore
 from holdfast.engine.restore_optimizer import first_few, match_optimizer
@@ -111,8 +113,37 @@ def _match_models(plan: Restore, names: NamedState) -> None:
             differing.append(f"{name}: {spec.dtype} {list(shape)} there, {str(tensor.dtype)[6:]} {list(tensor.shape)} here")
     if differing:
         raise IncompatibleCheckpoint(f"{where} does not fit the model: {first_few(differing)}")
+    held = _held_by_base(plan, names, found)
     for name, tensor in needed.items():
-        plan.add(found[name], plan.targets(name, tensor))
+        plan.add(found[name], plan.targets(name, tensor), kept=name in held)
+
+
+def _held_by_base(plan: Restore, names: NamedState, found: dict[str, str]) -> set[str]:
+    """The tensors that need no reading where the checkpoint names the base: they are what it holds. Tells the checkpoint where its
+    base files are, as far as the model was loaded from them.
+
+    Raises:
+        IncompatibleCheckpoint: the model was loaded from another base.
+    """
+    bases, checkpoint = plan.registered.bases, plan.checkpoint
+    held: set[str] = set()
+    for name, tensor in names.tensors.items():
+        named, origin = plan.spec(found[name]).base, origin_of(*names.places[name])
+        if named is None or origin is None or not checkpoint.rests_on_base(found[name]):
+            continue
+        here = None if origin.size != named.file.size else bases.named(origin)
+        if here is None or (here.file.sha256, here.tensor) != (named.file.sha256, named.tensor):
+            is_there = f"{named.file.file} of {checkpoint.base_files.noted} (sha256 {named.file.sha256[:12]}…)"
+            told = f"sha256 {here.file.sha256[:12]}…" if here is not None else f"{origin.size:,} bytes, not {named.file.size:,}"
+            raise IncompatibleCheckpoint(
+                f"{checkpoint.where} rests on another base than the model: {name} is that of {is_there}, and was loaded from "
+                f"{origin.file} of {origin.storage.describe()} ({told}). Load the model from the base that it was trained on"
+            )
+        checkpoint.base_files.know(named.file, origin.storage, origin.file)
+        whole = not isinstance(tensor, FlatPiece) or tensor.part == (tensor.start, tensor.stop)
+        if whole and bases.unchanged(origin, held_of(name, tensor)):
+            held.add(name)
+    return held
 
 
 def _match_modules(plan: Restore) -> None:

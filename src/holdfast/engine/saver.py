@@ -33,6 +33,7 @@ class Saver:
     ) -> None:
         self._registered, self._run, self._gate, self._service = registered, run, gate, service
         self._models = replace(registered, optimizers={}, stateful={})
+        self._models.bases = registered.bases
         self._rank, self._world_size = registered.rank, registered.world_size
         self._deadlines, self.overlap = deadlines, overlap
         self._staging = Staging()
@@ -79,7 +80,8 @@ class Saver:
                     collected.tensors[name] = Held(collected.tensors[name].spec, buffer)
         generators = rng.capture() if note is None or note.generators is None else note.generators
         small = canonical({"state": collected.small, "rng": generators, "step": save.step, "rank": self._rank})
-        self._plan = make_plan(collected, self._rank, self._world_size, len(small), self._plan)
+        registered.bases.settle(collected)
+        self._plan = make_plan(collected, registered.bases, self._rank, self._world_size, len(small), self._plan)
         self._staging.prepare(self._plan, collected.tensors)
         start = time.perf_counter()
         names = self._staging.names
@@ -93,8 +95,10 @@ class Saver:
         if self.saves:
             return
         collected = collect(self._registered)
+        bases = self._registered.bases
+        bases.settle(collected)
         small = len(canonical({"state": collected.small, "rng": rng.capture()}))
-        plan = self._plan = make_plan(collected, self._rank, self._world_size, small, self._plan)
+        plan = self._plan = make_plan(collected, bases, self._rank, self._world_size, small, self._plan)
         self._service.warm(lambda: self._staging.warm(plan, collected.tensors))
 
     def _wait_for_staging(self) -> None:

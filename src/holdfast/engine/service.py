@@ -230,6 +230,7 @@ class Service:
             written_s=save.written_s,
             metric=save.metric,
             groups=_groups_digest(job.collected),
+            bases=plan.bases.notes,
         )
         if self._read_back or save.replaces_verified:
             self._check(BlockFile(self._storage, f"{save.folder}/{name}", plan.image_size, blocks))

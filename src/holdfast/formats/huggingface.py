@@ -11,6 +11,7 @@ may be a stranger's.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 from holdfast.core.documents import Fields, parse
@@ -24,11 +25,12 @@ _SUFFIX = ".safetensors"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of the folder: `entry` says where in the file `path` (of `file_size` bytes) it lies."""
+    """A tensor of the folder: as `name` in the file `path` (of `file_size` bytes), where `entry` says it lies."""
 
     path: str
     file_size: int
     entry: Entry
+    name: str
 
 
 def stored_tensors(storage: Storage, variant: str | None = None) -> dict[str, StoredTensor]:
@@ -50,6 +52,21 @@ def stored_tensors(storage: Storage, variant: str | None = None) -> dict[str, St
     raise CheckpointNotFound(_what_is_there_instead(storage.describe(), names, variant))
 
 
+def stored_in_any_variant(storage: Storage) -> dict[str, StoredTensor]:
+    """The weights without a variant, or of the first variant there is.
+
+    Raises:
+        CheckpointNotFound, CorruptCheckpoint: as `stored_tensors`.
+    """
+    names = storage.names("")
+    variants = sorted({n.split(".")[1] for n in names if n.endswith(_SUFFIX) and n.count(".") > 1})
+    for variant in variants:
+        if not any(f"{stem}{_SUFFIX}" in names or f"{stem}{_SUFFIX}.index.json" in names for stem in _STEMS):
+            with contextlib.suppress(CheckpointNotFound):
+                return stored_tensors(storage, variant)
+    return stored_tensors(storage)
+
+
 def tensors_of_file(storage: Storage, path: str) -> dict[str, StoredTensor]:
     """Every tensor of one safetensors file by name."""
     what = f"{path} of {storage.describe()}"
@@ -59,7 +76,7 @@ def tensors_of_file(storage: Storage, path: str) -> dict[str, StoredTensor]:
     header = bytearray(header_length(bytes(first), size, what))
     storage.read_into(path, 0, memoryview(header))
     entries, _ = parse_header(bytes(header), size, what)
-    return {name: StoredTensor(path, size, entry) for name, entry in entries.items()}
+    return {name: StoredTensor(path, size, entry, name) for name, entry in entries.items()}
 
 
 def _of_index(storage: Storage, path: str, names: set[str]) -> dict[str, StoredTensor]:
