@@ -41,6 +41,10 @@ class Box:
         size = tuple(e - o for o, e in zip(offset, end, strict=True))
         return None if any(n <= 0 for n in size) else Box(offset, size)
 
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index into a tensor of the whole."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.size, strict=True))
+
     def relative_to(self, outer: Box) -> Box:
         """The same box, counted from the first element of `outer`."""
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.size)

@@ -2,24 +2,27 @@
 
 `.metadata` is a pickle. It is read by an unpickler that knows the classes of DCP's metadata, torch's dtypes and paths, and
 nothing else, so that a stranger's file can describe tensors and do no more. Every piece is a small file of `torch.save`
-within a `.distcp` file and is read under `weights_only`; nothing is read before it is asked for.
-
-Memory: a tensor that is asked for, and one piece of it.
+within a `.distcp` file: where its elements lie is found out (`formats.torch_zip`), so that any part of a tensor costs the bytes
+of that part; an unusual piece is read whole under `weights_only`. Nothing is read before it is asked for.
 """
 
 from __future__ import annotations
 
-import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 
+from holdfast.core.boxes import Box
+from holdfast.core.safetensors import Entry
 from holdfast.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from holdfast.formats.foreign import Loader, Stretch
 from holdfast.formats.pickles import load_pickle_from
+from holdfast.formats.torch_zip import Region, RegionReader, describe_tensor
 from holdfast.storage import LocalFolder
 
 METADATA = ".metadata"
@@ -70,6 +73,7 @@ class DcpFolder:
         self._where: Mapping[Any, Any] = metadata.storage_data or {}
         self._index = type(next(iter(self._where))) if self._where else None
         paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        self._sizes: dict[str, int] = {}
         self._paths = {key: tuple(path) for key, path in paths.items()}
 
     def _read_metadata(self) -> Any:
@@ -97,42 +101,59 @@ class DcpFolder:
     def entries(self) -> list[str]:
         return [*self.tensors, *self.values]
 
-    def read(self, key: str) -> torch.Tensor:
-        """A whole tensor.
+    def pieces(self, key: str, wanted: Box) -> Iterator[tuple[Box, Stretch | Loader]]:
+        """The pieces of a tensor that meet `wanted`: where the elements of each lie, or the piece itself where it is not plain.
 
         Raises:
             CorruptCheckpoint: a piece is missing or of another size, or the pieces do not fill the tensor.
         """
         dtype, shape = self.tensors[key]
-        chunks = self._chunks[key]
-        if sum(prod(chunk.sizes) for chunk in chunks) != prod(shape):
+        boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._chunks[key]]
+        if sum(box.numel for box in boxes) != prod(shape):
             raise CorruptCheckpoint(f"{self.folder}: the pieces of {key} do not make up its shape {list(shape)}")
-        whole = torch.empty(shape, dtype=dtype)
-        for chunk in chunks:
-            piece = self._load(key, torch.Size(chunk.offsets))
-            if not isinstance(piece, torch.Tensor) or piece.dtype != dtype or tuple(piece.shape) != tuple(chunk.sizes):
-                raise CorruptCheckpoint(f"{self.folder}: a piece of {key} is not what {METADATA} says")
-            target = whole[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))]
-            if target.shape != piece.shape:
+        for box in boxes:
+            if len(box.size) != len(shape) or any(o + n > m for o, n, m in zip(box.offset, box.size, shape, strict=True)):
                 raise CorruptCheckpoint(f"{self.folder}: a piece of {key} lies outside of it")
-            target.copy_(piece)
-        return whole
+            if box.intersect(wanted) is None:
+                continue
+            place, what = self._place(key, torch.Size(box.offset))
+            described = describe_tensor(self._storage, place)
+            if described is None:
+                yield box, partial(self._piece, key, box, place, what)
+                continue
+            if (described.dtype, described.shape) != (dtype, box.size):
+                raise CorruptCheckpoint(f"{self.folder}: a piece of {key} is not what {METADATA} says")
+            start = place.offset + described.start
+            entry = Entry("", box.size, start, start + box.numel * dtype.itemsize)
+            yield box, Stretch(self._storage, place.path, place.file_size, entry, dtype)
+
+    def _piece(self, key: str, box: Box, place: Region, what: str) -> torch.Tensor:
+        piece = self._load(place, what)
+        if not isinstance(piece, torch.Tensor) or (piece.dtype, tuple(piece.shape)) != (self.tensors[key][0], box.size):
+            raise CorruptCheckpoint(f"{self.folder}: a piece of {key} is not what {METADATA} says")
+        return piece
 
     def value(self, key: str) -> Any:
         """An entry that is no tensor."""
-        return self._load(key, None)
+        return self._load(*self._place(key, None))
 
-    def _load(self, key: str, offset: torch.Size | None) -> Any:
-        assert self._index is not None or not self._where
+    def _place(self, key: str, offset: torch.Size | None) -> tuple[Region, str]:
+        """Where the file of one piece or value lies, and what to call it."""
         info = self._where.get(self._index(key, offset)) if self._index is not None else None
         if info is None:
             raise CorruptCheckpoint(f"{self.folder}: {METADATA} does not say where {key} lies")
-        what = f"{key} in {self.folder / str(info.relative_path)}"
+        path = str(info.relative_path)
+        what = f"{key} in {self.folder / path}"
         if getattr(info, "transform_descriptors", None):
             raise IncompatibleCheckpoint(f"{what} was written through an extension ({info.transform_descriptors}), which is not read")
-        data = bytearray(info.length)
         try:
-            self._storage.read_into(str(info.relative_path), info.offset, memoryview(data))
-        except (FileNotFoundError, EOFError) as error:
-            raise CorruptCheckpoint(f"{what} is missing or cut short: {error}") from error
-        return load_pickle_from(io.BytesIO(data), what)
+            if path not in self._sizes:
+                self._sizes[path] = self._storage.size(path)
+        except FileNotFoundError as error:
+            raise CorruptCheckpoint(f"{what} is missing: {error}") from error
+        if info.offset + info.length > self._sizes[path]:
+            raise CorruptCheckpoint(f"{what} is cut short: the file has {self._sizes[path]:,} bytes of {info.offset + info.length:,}")
+        return Region(path, self._sizes[path], info.offset, info.length), what
+
+    def _load(self, place: Region, what: str) -> Any:
+        return load_pickle_from(RegionReader(self._storage, place), what)

@@ -91,7 +91,7 @@ def model_of(dcp: DcpFolder, prefix: KeyPath, keys: Iterable[str] | None = None)
 
 
 def _source(dcp: DcpFolder, key: str) -> Source:
-    return Source(*dcp.tensors[key], read=lambda: dcp.read(key))
+    return Source(*dcp.tensors[key], lambda wanted: dcp.pieces(key, wanted))
 
 
 def optimizer_of(dcp: DcpFolder, prefix: KeyPath) -> ForeignOptimizer:

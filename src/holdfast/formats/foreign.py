@@ -1,29 +1,77 @@
-"""A checkpoint that another program wrote, as plain data: what its readers give and what an import makes a native one of."""
+"""A checkpoint that another program wrote, as plain data: what its readers give, and an import or a resume takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from holdfast.core.boxes import Box
+from holdfast.core.safetensors import Entry
+from holdfast.errors import CorruptCheckpoint
+from holdfast.storage import Storage
+
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """Parts of a name that torch.compile, FSDP1 and activation checkpointing put there."""
 
 
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Bytes of a file that hold a piece of a tensor, row-major; `size` is the file's, for what the entry has to fit in."""
+
+    storage: Storage
+    path: str
+    size: int
+    entry: Entry
+    dtype: torch.dtype
+
+    def read(self) -> torch.Tensor:
+        data = bytearray(self.entry.nbytes)
+        self.storage.read_into(self.path, self.entry.start, memoryview(data))
+        flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        return flat.view(self.dtype).view(self.entry.shape)
+
+
+Loader = Callable[[], torch.Tensor]
+"""Gives a piece that only its format's own reader can find, on the CPU, and mapped from its file where that is possible."""
+
+Pieces = Callable[[Box], Iterable[tuple[Box, Stretch | Loader]]]
+"""Gives the pieces of a tensor that meet a box of it, each with where it lies."""
+
+
 @dataclass(frozen=True)
 class Source:
-    """A tensor that is read when it is written: `read` gives all of it, on the CPU."""
+    """A tensor of another program's checkpoint, of which nothing is read before it is asked for."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    read: Callable[[], torch.Tensor]
+    pieces: Pieces
+
+    def read(self) -> torch.Tensor:
+        """All of it, on the CPU. Raises CorruptCheckpoint where the pieces do not fill it."""
+        everything = Box.whole(self.shape)
+        whole: torch.Tensor | None = None
+        filled = 0
+        for box, piece in self.pieces(everything):
+            part = piece.read() if isinstance(piece, Stretch) else piece()
+            if box == everything:
+                return part
+            if whole is None:
+                whole = torch.empty(self.shape, dtype=self.dtype)
+            whole[box.slices()].copy_(part)
+            filled += box.numel
+        if whole is None or filled != everything.numel:
+            if not everything.numel:
+                return torch.empty(self.shape, dtype=self.dtype)
+            raise CorruptCheckpoint(f"pieces of {filled} elements do not make up a tensor of shape {list(self.shape)}")
+        return whole
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Source:
-        return cls(tensor.dtype, tuple(tensor.shape), lambda: tensor)
+        return cls(tensor.dtype, tuple(tensor.shape), lambda wanted: [(Box.whole(tuple(tensor.shape)), lambda: tensor)])
 
 
 @dataclass

@@ -4,21 +4,23 @@ accelerate writes them for FSDP2 with `use_dcp=False`. The mesh is made without 
 FSDP1's `LOCAL_STATE_DICT` hold flat pieces without their layout, and `ShardedTensor` is no class that `weights_only` reads;
 both are refused by name.
 
-Memory: the files are mapped; a tensor is put together when it is asked for.
+Memory: the files are mapped, so that of a piece only what is copied out of it is read.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from holdfast.core.boxes import REPLICATE, Mesh, Placement
+from holdfast.core.boxes import REPLICATE, Box, Mesh, Placement
 from holdfast.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from holdfast.formats.foreign import ForeignModel, ForeignOptimizer, Source, clean, of_optimizer_state
+from holdfast.formats.foreign import ForeignModel, ForeignOptimizer, Loader, Source, clean, of_optimizer_state
 from holdfast.formats.pickles import load_pickle
 
 
@@ -76,17 +78,16 @@ def _merged(parts: list[torch.Tensor], what: str) -> Source:
     if max(placement.mesh.ranks) >= len(parts):
         raise CorruptCheckpoint(f"{what}: its mesh has {len(placement.mesh.ranks)} ranks, there are files of {len(parts)}")
 
-    def read() -> torch.Tensor:
-        whole = torch.empty(shape, dtype=first.dtype)
-        for rank in placement.mesh.ranks:
-            coordinate = placement.mesh.coordinate(rank)
+    def pieces(wanted: Box) -> Iterator[tuple[Box, Loader]]:
+        for rank, box in placement.pieces(shape, 0, wanted):
             part = parts[rank]
-            assert coordinate is not None
-            box = placement.box(shape, coordinate)
             local = part._local_tensor if isinstance(part, DTensor) else part
             if tuple(local.shape) != box.size:
                 raise CorruptCheckpoint(f"{what}: rank {rank} holds {list(local.shape)} of it, its mesh says {list(box.size)}")
-            whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))] = local
-        return whole
+            yield box, partial(_same, local)
 
-    return Source(first.dtype, shape, read)
+    return Source(first.dtype, shape, pieces)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

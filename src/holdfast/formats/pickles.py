@@ -7,12 +7,13 @@ the file, so a checkpoint larger than the memory can be read tensor by tensor.
 
 from __future__ import annotations
 
+import io
 import pickle
 import re
 import zipfile
 from codecs import encode
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -31,9 +32,9 @@ def load_pickle(path: Path) -> Any:
     return _load(path, str(path), mmap=zipfile.is_zipfile(path))
 
 
-def load_pickle_from(stream: BinaryIO, what: str) -> Any:
+def load_pickle_from(stream: io.RawIOBase, what: str) -> Any:
     """The same from an open stream."""
-    return _load(stream, what, mmap=False)
+    return _load(io.BufferedReader(stream), what, mmap=False)
 
 
 def _load(source: Any, what: str, mmap: bool) -> Any:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
+from holdfast.core.boxes import Box
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint
-from holdfast.formats.foreign import ForeignModel, Source, clean, of_state_dict
+from holdfast.formats.foreign import ForeignModel, Source, Stretch, clean, of_state_dict
 from holdfast.formats.huggingface import StoredTensor, stored_tensors, tensors_of_file
 from holdfast.formats.pickles import load_pickle
 from holdfast.storage import LocalFolder
@@ -51,15 +52,9 @@ def of_safetensors(folder: Path, stored: dict[str, StoredTensor]) -> ForeignMode
     storage = LocalFolder(folder)
 
     def source(tensor: StoredTensor) -> Source:
-        entry = tensor.entry
-
-        def read() -> torch.Tensor:
-            data = bytearray(entry.nbytes)
-            storage.read_into(tensor.path, entry.start, memoryview(data))
-            flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-            return flat.view(DTYPES[entry.dtype]).view(entry.shape)
-
-        return Source(DTYPES[entry.dtype], entry.shape, read)
+        entry, dtype = tensor.entry, DTYPES[tensor.entry.dtype]
+        where = Stretch(storage, tensor.path, tensor.file_size, entry, dtype)
+        return Source(dtype, entry.shape, lambda wanted: [(Box.whole(entry.shape), where)])
 
     return ForeignModel({clean(name): source(tensor) for name, tensor in stored.items()})
 
