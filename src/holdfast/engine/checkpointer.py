@@ -31,7 +31,7 @@ from holdfast.engine.resume import Resume, folder_of, survey
 from holdfast.engine.retention import Retention, remove_checkpoint
 from holdfast.engine.saver import Saver
 from holdfast.engine.service import Save, Service
-from holdfast.engine.store import Below, connect
+from holdfast.engine.store import Below, Connections, Store
 from holdfast.engine.watch import BEAT, IDLE, Request, Watcher, say_goodbye
 from holdfast.errors import DeadlineExceeded, HoldfastError, SaveFailed, UsageError
 from holdfast.storage import LocalFolder, Storage
@@ -144,14 +144,16 @@ class Checkpointer:
         self._at_exit = _close_at_exit(self)
 
     @property
-    def nonce(self) -> str:
-        """What this run's ranks agreed on when they met: no other run, and no earlier attempt, has it."""
-        return self._run.nonce
-
-    @property
     def saves(self) -> list[Save]:
         """Every save of this run, with its times and its outcome."""
         return self._saver.saves
+
+    def peers(self) -> Store:
+        """A further connection to the store that this run's ranks share, below its nonce: for what else they have to tell.
+
+        `beat/<rank>` holds a rank's last heartbeat; keys that begin with `script/` are nobody else's.
+        """
+        return Below(self._connections.another(), self._run.nonce)
 
     def resume(self, path: str | os.PathLike[str] | None = None) -> int:
         """Continue where a checkpoint stood; returns its step: optimizer steps already done, 0 where there is none.

@@ -24,7 +24,7 @@ def before_first_batch(loader: Any, action: Callable[[], None]) -> None:
     kind = type(loader)
 
     def iterate(self: Any) -> Iterator[Any]:
-        self.__class__ = kind
+        become(self, kind)
         iterator = iter(self)
         late = isinstance(getattr(iterator, "inner", iterator), GeneratorType) and not getattr(self, "draws_nothing", False)
         if not late:
@@ -37,4 +37,9 @@ def before_first_batch(loader: Any, action: Callable[[], None]) -> None:
         if late:
             action()
 
-    loader.__class__ = type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__})
+    become(loader, type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__}))
+
+
+def become(loader: Any, kind: type) -> None:
+    """Make `loader` an object of `kind`, though it may show another class than its own (Accelerate's loaders do)."""
+    vars(object)["__class__"].__set__(loader, kind)

@@ -27,6 +27,7 @@ import torch
 from holdfast.core.documents import Json
 from holdfast.engine import rng
 from holdfast.engine.collect import Registered, encode_stateful
+from holdfast.engine.firstbatch import become
 from holdfast.engine.gate import Capture, Gate
 from holdfast.engine.names import persistent_buffers
 from holdfast.engine.watch import Request, Watcher
@@ -219,7 +220,7 @@ def _observe(loader: Any, asked: Callable[[], None]) -> None:
     """Have `asked` called whenever a loop asks `loader` for its next batch, before that is made."""
     kind = type(loader)
     members = {"__iter__": lambda self: _Asking(kind.__iter__(self), asked), "__module__": kind.__module__}
-    loader.__class__ = type(kind.__name__, (kind,), members)
+    become(loader, type(kind.__name__, (kind,), members))
 
 
 def _ignore(name: str, tensor: torch.Tensor) -> None:

@@ -142,16 +142,17 @@ class Below:
         self._store.delete(f"{self._prefix}/{key}")
 
 
-def connect(world_size: int, deadlines: Deadlines) -> tuple[Store, Store, Store]:
-    """Connections for this process's next Checkpointer: its training, its service and its watcher thread's."""
-    global _instances
-    _instances += 1
-    if world_size == 1:
-        local = LocalStore()
-        return local, local, local
-    prefix = f"holdfast/{_instances}"
-    training, service, watcher = (SharedStore(prefix, deadlines.store) for _ in range(3))
-    return training, service, watcher
+class Connections:
+    """Of this process's next Checkpointer: each thread gets one of its own."""
+
+    def __init__(self, world_size: int, timeout: float) -> None:
+        global _instances
+        _instances += 1
+        self._prefix, self._timeout = f"holdfast/{_instances}", timeout
+        self._local = LocalStore() if world_size == 1 else None
+
+    def another(self) -> Store:
+        return self._local or SharedStore(self._prefix, self._timeout)
 
 
 @dataclass(frozen=True, slots=True)
