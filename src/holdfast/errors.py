@@ -73,3 +73,10 @@ class DeadlineExceeded(SaveFailed, TimeoutError):
     """Somebody was waited for too long; the message names the ranks, their hosts and what to do."""
 
     code = "HF301"
+
+
+class TrainingDiverged(HoldfastError):
+    """The loss or the gradients are no finite numbers any more: take the last checkpoint and change something."""
+
+    code = "HF400"
+    exit_code = 5

@@ -16,6 +16,7 @@ from holdfast.recipes.flux_dreambooth import PARTS
 from holdfast.training.export import export_pipeline
 from holdfast.training.pipeline_folder import pipeline_problems
 
+TRAINED = {"transformer": ""}
 STEM = "diffusion_pytorch_model"
 
 
@@ -38,7 +39,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 def test_files_stay_below_the_size_and_load_as_one_model(flux_folder, tmp_path):
     checkpoint, weights = trained(flux_folder, tmp_path / "run", 2)
     largest = max(tensor.nbytes for tensor in weights.values())
-    export_pipeline(flux_folder, tmp_path / "out", PARTS, "transformer", checkpoint, "fp32", None, largest)
+    export_pipeline(flux_folder, tmp_path / "out", PARTS, TRAINED, checkpoint, "fp32", None, None, largest)
     folder = tmp_path / "out/transformer"
     files = sorted(path.name for path in folder.glob("*.safetensors"))
     assert len(files) > 3
@@ -52,9 +53,9 @@ def test_files_stay_below_the_size_and_load_as_one_model(flux_folder, tmp_path):
 
 def test_an_export_replaces_an_earlier_one_of_other_files(flux_folder, tmp_path):
     checkpoint, _ = trained(flux_folder, tmp_path / "a", 1)
-    export_pipeline(flux_folder, tmp_path / "out", PARTS, "transformer", checkpoint, "fp32", None, 10_000)
+    export_pipeline(flux_folder, tmp_path / "out", PARTS, TRAINED, checkpoint, "fp32", None, None, 10_000)
     checkpoint, doubled = trained(flux_folder, tmp_path / "b", 2)
-    export_pipeline(flux_folder, tmp_path / "out", PARTS, "transformer", checkpoint, "fp32", None)
+    export_pipeline(flux_folder, tmp_path / "out", PARTS, TRAINED, checkpoint, "fp32", None)
     assert [path.name for path in (tmp_path / "out/transformer").glob("*.safetensors*")] == [f"{STEM}.safetensors"]
     assert_equal(FluxPipeline.from_pretrained(tmp_path / "out").transformer.state_dict(), doubled)
 
@@ -65,7 +66,7 @@ def test_a_base_with_variants_becomes_a_plain_pipeline(flux_folder, tmp_path):
     assert list((base / "text_encoder").glob("*index.fp16.json"))
     assert not list(pipeline_problems(base, PARTS, "fp16"))
     checkpoint, weights = trained(flux_folder, tmp_path / "run", 2)
-    export_pipeline(base, tmp_path / "out", PARTS, "transformer", checkpoint, "fp32", "fp16")
+    export_pipeline(base, tmp_path / "out", PARTS, TRAINED, checkpoint, "fp32", "fp16")
     assert not [path for path in (tmp_path / "out").rglob("*") if "fp16" in path.name]
     loaded, original = FluxPipeline.from_pretrained(tmp_path / "out"), FluxPipeline.from_pretrained(flux_folder)
     assert_equal(loaded.transformer.state_dict(), weights)
@@ -76,12 +77,12 @@ def test_a_base_with_variants_becomes_a_plain_pipeline(flux_folder, tmp_path):
 def test_an_export_of_a_damaged_checkpoint_leaves_no_pipeline_behind(flux_folder, tmp_path):
     """Not even the one that was there: half of its files are others by then."""
     checkpoint, weights = trained(flux_folder, tmp_path / "run", 2)
-    export_pipeline(flux_folder, tmp_path / "out", PARTS, "transformer", checkpoint, "fp32", None)
+    export_pipeline(flux_folder, tmp_path / "out", PARTS, TRAINED, checkpoint, "fp32", None)
     (file,) = checkpoint.glob("*.safetensors")
     content = bytearray(file.read_bytes())
     content[content.index(weights["proj_out.weight"].numpy().tobytes())] ^= 1
     file.write_bytes(content)
     with pytest.raises(CorruptCheckpoint):
-        export_pipeline(flux_folder, tmp_path / "out", PARTS, "transformer", checkpoint, "fp32", None)
+        export_pipeline(flux_folder, tmp_path / "out", PARTS, TRAINED, checkpoint, "fp32", None)
     assert not (tmp_path / "out/model_index.json").exists()
     assert not list((tmp_path / "out/transformer").glob("*.safetensors"))

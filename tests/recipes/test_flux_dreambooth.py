@@ -116,7 +116,7 @@ class Watch:
     seen: dict[str, Any] = field(default_factory=lambda: {"samples": [], "generators": [], "state": None})
 
     def install(self) -> None:
-        prepare, optimizer, make_loss = models.prepare_model, loop.make_optimizer, recipe.make_loss
+        prepare, optimizer, make_loss = models.prepare_model, loop.make_optimizer, recipe.make_loss_and_picture
 
         def keep(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
             def made(*args: Any, **kwargs: Any) -> Any:
@@ -127,7 +127,12 @@ class Watch:
 
         models.prepare_model = keep("model", prepare)
         loop.make_optimizer = keep("optimizer", optimizer)
-        recipe.make_loss = lambda *args: self.around(make_loss(*args))
+
+        def watched_loss(*args: Any) -> Any:
+            loss, picture = make_loss(*args)
+            return self.around(loss), picture
+
+        recipe.make_loss_and_picture = watched_loss
 
     def around(self, loss: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
         def watched(pixels: torch.Tensor) -> torch.Tensor:
@@ -163,9 +168,9 @@ def run(job: Job) -> dict[str, Any]:
     watch.install()
     export = recipe.export
 
-    def look_and_export(config: Any, base: Path, checkpoint: Path) -> None:
+    def look_and_export(config: Any, base: Path, checkpoint: Path, *rest: Any) -> None:
         watch.seen["checkpoint"] = checkpoint.name
-        export(config, base, checkpoint)
+        export(config, base, checkpoint, *rest)
 
     recipe.export = look_and_export
     with contextlib.suppress(Stopped):

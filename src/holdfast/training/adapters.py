@@ -10,6 +10,7 @@ number of ranks; they are kept in fp32.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import hashlib
 import json
@@ -58,6 +59,10 @@ class Adapter:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
+
+    def elsewhere(self, targets: tuple[str, ...]) -> Adapter:
+        """The same kind of adapter for another model."""
+        return dataclasses.replace(self, targets=targets)
 
     def config(self) -> LoraConfig:
         return LoraConfig(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from holdfast.training.flags.data import DataFlags, PriorFlags
 from holdfast.training.flags.hub import HubFlags
@@ -25,6 +26,14 @@ class DiffusionConfig(
 ):
     """Flags of every diffusion recipe."""
 
+    breaking: ClassVar[frozenset[str]] = frozenset(
+        {
+            "optimizer", "use_8bit_adam", "rank", "lora_alpha", "lora_layers", "use_ema", "seed",
+            "repeats", "with_prior_preservation", "use_aspect_ratio_buckets", "aspect_ratio_buckets",
+        }
+    )  # fmt: skip
+    """Flags without which a continued run would not be the same: other state, or another order of the samples."""
+
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         base = Path(self.pretrained_model_name_or_path)
@@ -40,3 +49,10 @@ class DiffusionConfig(
         yield from super().warnings(total_steps)
         if self.rank is None:
             yield from self.idle(("upcast_before_saving",), "without --rank: the whole model is exported in fp32 anyway")
+
+    @property
+    def adapter_dtype(self) -> str:
+        """In which dtype a LoRA is exported."""
+        if self.export_dtype is not None or self.upcast_before_saving:
+            return self.export_dtype or "fp32"
+        return {"fp16": "fp16", "bf16": "bf16"}.get(self.mixed_precision or "no", "fp32")

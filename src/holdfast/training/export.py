@@ -11,13 +11,15 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from holdfast.engine.export import DTYPES, MAX_SHARD_BYTES, write_weights
-from holdfast.engine.export_weights import choose_weights
-from holdfast.engine.extract import open_checkpoint
-from holdfast.training.pipeline_folder import INDEX, part_files, weight_variant, without_variant
+from holdfast.engine.export_weights import Weights, choose_weights
+from holdfast.engine.extract import Stored, open_checkpoint
+from holdfast.formats.huggingface import stored_tensors
+from holdfast.storage import LocalFolder
+from holdfast.training.pipeline_folder import INDEX, part_files, part_variant, weight_variant, without_variant
 
 logger = logging.getLogger(__name__)
 
@@ -26,21 +28,23 @@ def export_pipeline(
     base: Path,
     output_dir: Path,
     parts: Iterable[str],
-    trained: str,
+    trained: Mapping[str, str],
     checkpoint: Path,
     dtype: str,
     variant: str | None,
+    averaged: str | None = None,
     max_file_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes `parts` of the pipeline `base` to `output_dir`, the part `trained` with the weights of `checkpoint`.
+    """Writes `parts` of the pipeline `base` to `output_dir`, those in `trained` with the weights of `checkpoint`.
 
-    To be called by one process. `dtype` is one of `DTYPES`; tensors that are not floating point keep theirs. Raises
+    `trained` gives the key of each part's model in the checkpoint; of the part `averaged` the moving average is taken. To be
+    called by one process. `dtype` is one of `DTYPES`; tensors that are not floating point keep theirs. Raises
     CorruptCheckpoint where a file is missing or is not what was written; every block that is read is checked.
     """
     source = open_checkpoint(checkpoint)
-    weights = choose_weights(source, "", ema=False)
-    for note in weights.notes:
-        logger.warning("%s", note)
+    weights = {part: choose_weights(source, key, ema=part == averaged) for part, key in trained.items()}
+    for note in (note for chosen in weights.values() for note in chosen.notes):
+        logger.info("%s", note)
     (output_dir / INDEX).unlink(missing_ok=True)
     for part in parts:
         target = output_dir / part
@@ -48,12 +52,25 @@ def export_pipeline(
         for stale in [path for path in target.iterdir() if weight_variant(path.name) is not None]:
             stale.unlink()  # a former export may have had other file names
         for file in part_files(base, part, variant):
-            if part != trained or weight_variant(file.name) is None:
+            if part not in trained or weight_variant(file.name) is None:
                 _copy(file, target / without_variant(file.name))
-    write_weights(
-        source, output_dir / trained, "diffusion_pytorch_model", weights.tensors, DTYPES[dtype], max_file_bytes
-    )
+    for part, chosen in weights.items():
+        named = _as_in_base(base, part, variant, chosen)
+        write_weights(source, output_dir / part, _stem(base, part, variant), named, DTYPES[dtype], max_file_bytes)
     _copy(base / INDEX, output_dir / INDEX)
+
+
+def _as_in_base(base: Path, part: str, variant: str | None, weights: Weights) -> dict[str, Stored]:
+    """The tensors under the names that the base's files have for them: its library may have renamed them since."""
+    there = stored_tensors(LocalFolder(base / part), part_variant(base, part, variant)).keys()
+    prefix = next((n.partition(".")[0] + "." for n in there if n.partition(".")[2] in weights.tensors), "")
+    return {n if n in there or prefix + n not in there else prefix + n: tensor for n, tensor in weights.tensors.items()}
+
+
+def _stem(base: Path, part: str, variant: str | None) -> str:
+    """`model` or `diffusion_pytorch_model`, as the base's own files are called."""
+    names = [path.name for path in part_files(base, part, variant) if weight_variant(path.name) is not None]
+    return "diffusion_pytorch_model" if any(name.startswith("diffusion") for name in names) else "model"
 
 
 def _copy(source: Path, target: Path) -> None:

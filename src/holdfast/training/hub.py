@@ -17,17 +17,19 @@ from holdfast.training.pipeline_folder import choose_files
 DOWNLOAD_DEADLINE_S = 6 * 3600.0
 
 
-def fetch_pipeline(name: str, parts: Iterable[str], revision: str | None, variant: str | None) -> Path:
+def fetch_pipeline(
+    name: str, parts: Iterable[str], revision: str | None, variant: str | None, cache_dir: str | None = None
+) -> Path:
     """The folder that holds `parts` of the pipeline `name`, which is a folder or a repository; every rank calls this.
 
     Raises UsageError for a repository that is missing, gated or unreachable, before anything is downloaded.
     """
     if Path(name).is_dir():
         return Path(name)
-    return Path(once(lambda: _download(name, list(parts), revision, variant), "node", DOWNLOAD_DEADLINE_S))
+    return Path(once(lambda: _download(name, list(parts), revision, variant, cache_dir), "node", DOWNLOAD_DEADLINE_S))
 
 
-def _download(name: str, parts: list[str], revision: str | None, variant: str | None) -> str:
+def _download(name: str, parts: list[str], revision: str | None, variant: str | None, cache_dir: str | None) -> str:
     """Checks access, lists the repository, downloads what counts. Offline mode takes what the cache has."""
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub import errors as hub
@@ -36,11 +38,11 @@ def _download(name: str, parts: list[str], revision: str | None, variant: str | 
     at = f"{name}{f' at revision {revision}' if revision else ''}"
     try:
         if constants.HF_HUB_OFFLINE:
-            return _cached(name, revision)
+            return _cached(name, revision, cache_dir)
         api = HfApi()
         api.auth_check(name)
         files = choose_files(api.list_repo_files(name, revision=revision), parts, variant)
-        return str(snapshot_download(name, revision=revision, allow_patterns=files))
+        return str(snapshot_download(name, revision=revision, allow_patterns=files, cache_dir=cache_dir))
     except hub.GatedRepoError as error:
         raise UsageError(
             f"{at} is gated. Accept its terms at https://huggingface.co/{name}, then log in (`hf auth login`) or set "
@@ -64,12 +66,12 @@ def _download(name: str, parts: list[str], revision: str | None, variant: str | 
         ) from error
 
 
-def _cached(name: str, revision: str | None) -> str:
+def _cached(name: str, revision: str | None, cache_dir: str | None) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return str(snapshot_download(name, revision=revision, local_files_only=True))
+        return str(snapshot_download(name, revision=revision, local_files_only=True, cache_dir=cache_dir))
     except LocalEntryNotFoundError as error:
         # Since version 2 the hub calls a snapshot incomplete that lacks what `choose_files` left out.
         if path := getattr(error, "snapshot_path", None):

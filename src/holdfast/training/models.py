@@ -178,6 +178,11 @@ def on_device(module: nn.Module, device: torch.device, offload: bool) -> Iterato
             module.to("cpu")
 
 
+def forward_of(model: nn.Module) -> nn.Module:
+    """What a pipeline can call like the model itself: without DDP's wrapper, which is for backward, and with FSDP's."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
 def forget_whole_parameters(model: nn.Module) -> None:
     """Give back what a forward without gradients has left whole, so that the next one gathers the shards as they are then."""
     for module in model.modules():
