@@ -17,6 +17,8 @@ import tyro
 from holdfast import __version__
 from holdfast.cli.convert import Export, Import, run_export, run_import
 from holdfast.cli.inspect import Repair, Verify, run_repair, run_verify
+from holdfast.cli.run import Run, run_script
+from holdfast.cli.run import split as split_run
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.recipes import RECIPES
 
@@ -73,6 +75,8 @@ def _dispatch(arguments: list[str]) -> int:
             name, config = _recipe(arguments[1:])
             import_module(RECIPES[name]).main(config)
             return 0
+        case ["run"]:
+            return _run(arguments[1:])
         case ["demo"]:
             options = _parse(Demo, "holdfast demo", arguments[1:])
             from holdfast.demo import run
@@ -97,7 +101,7 @@ def _parse_commands(arguments: list[str]) -> None:
         """Train by a recipe: holdfast train RECIPE ..."""
 
     train.__doc__ = f"Train by a recipe, one of: {', '.join(RECIPES)}. Its flags: holdfast train RECIPE --help"
-    commands: dict[str, Callable[..., Any]] = {"train": train, "launch": Launch, "demo": Demo, "import": Import, "export": Export, "verify": Verify, "repair": Repair}
+    commands: dict[str, Callable[..., Any]] = {"train": train, "run": Run, "launch": Launch, "demo": Demo, "import": Import, "export": Export, "verify": Verify, "repair": Repair}
     tyro.extras.subcommand_cli_from_dict(
         commands, prog="holdfast", description=DESCRIPTION, args=arguments, use_underscores=True
     )
@@ -128,15 +132,25 @@ def _parse(options: type[Options], prog: str, arguments: list[str]) -> Options:
     return tyro.cli(options, prog=prog, args=arguments, use_underscores=True)
 
 
+def _run(arguments: list[str]) -> int:
+    own, script = split_run(arguments)
+    return run_script(_parse(Run, "holdfast run", own), script)
+
+
 def _launch(arguments: list[str]) -> int:
     own, command = _split(arguments)
     options = _parse(Launch, "holdfast launch", own)
     if not command:
-        raise UsageError("What are the ranks to do? As in: holdfast launch --config_file C train RECIPE ...")
+        raise UsageError("What are the ranks to do? As in: holdfast launch --config_file C train RECIPE ..., or run SCRIPT ...")
     from holdfast.integrations import launch
 
     # The ranks' own flags are looked at here, so that a wrong one is answered once and before they start.
     cpu_fsdp = command[0] == "train" and bool(_recipe(command[1:])[1].cpu_fsdp)
+    if command[0] == "run":
+        flags, script = split_run(command[1:])
+        cpu_fsdp = _parse(Run, "holdfast run", flags).cpu_fsdp
+        if not script or not Path(script[0]).is_file():
+            raise UsageError(f"There is no script {script[0] if script else ''}: holdfast launch --config_file C run SCRIPT ...")
     plan = launch.plan(options.config_file, options.num_processes, options.nproc_per_node, cpu_fsdp)
     return launch.start(plan, command)
 

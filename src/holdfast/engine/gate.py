@@ -97,7 +97,9 @@ class Gate:
     def begin_beside(self, allowed: Callable[[], bool]) -> Capture | None:
         """Begin a copy from another thread, if no step, change or copy is under way and `allowed()` holds just then."""
         with self._lock:
-            if self._stepping or self._mutating or self._capture is not None or not allowed():
+            before = self._capture  # stays until the training thread comes by, which may be never
+            over = before is None or (before.done.is_set() and (before.ended is None or before.ended.query()))
+            if self._stepping or self._mutating or not over or not allowed():
                 return None
             self._capture = Capture()
             return self._capture

@@ -1,0 +1,306 @@
+"""The engine behind an `Accelerator`: what `holdfast run` does to a script, and `attach` to a program of one's own.
+
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    holdfast.integrations.accelerate.attach(accelerator)
+    ...
+    accelerator.save_state("out/checkpoint-500")   # on one rank or on all
+
+A Checkpointer with `one_caller` is made of everything that the accelerator has prepared and registered, at the first of: the first
+batch of a prepared loader, `load_state`, the first optimizer step, `save_state`. All ranks come there, in this order.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from holdfast.core.manifest import MANIFEST_FILE
+from holdfast.engine import rng
+from holdfast.engine.checkpointer import Checkpointer
+from holdfast.engine.collect import bare_optimizer
+from holdfast.engine.deadlines import Deadlines
+from holdfast.engine.firstbatch import become
+from holdfast.engine.lease import Lease
+from holdfast.engine.names import unwrap
+from holdfast.engine.resume import survey, tidy
+from holdfast.engine.service import Save
+from holdfast.errors import CorruptCheckpoint, HoldfastError, SaveFailed, UsageError
+from holdfast.integrations import handover
+from holdfast.integrations.deletion import Guard
+from holdfast.integrations.lone_forward import LoneForwards
+from holdfast.integrations.presence import Presence
+from holdfast.integrations.script_hooks import Hooks
+from holdfast.integrations.script_state import Counters, ScriptFolder, Sized
+from holdfast.storage import LocalFolder
+
+logger = logging.getLogger("holdfast")
+
+DEADLINES = Deadlines(handshake=3600, agreement=1800, commit=1800)
+"""Scripts prepare for long on one rank, and nobody is there to be told of a slow disk."""
+
+LEFT_ALONE = ("DEEPSPEED", "MEGATRON_LM", "XLA")
+"""Distributed types whose state is not the ranks' own tensors."""
+
+
+class Attached:
+    """What stands behind one accelerator on one rank. `folder` is where its checkpoints lie, by default its project folder."""
+
+    def __init__(self, accelerator: Any, folder: Path | None = None) -> None:
+        self.accelerator = accelerator
+        self.forwards = LoneForwards()
+        self.hooks = Hooks(self)
+        self.guard = Guard(self._known_folders)
+        self.counters = Counters(accelerator)
+        self.checkpointer: Checkpointer | None = None
+        self.presence: Presence | None = None
+        self.failed: HoldfastError | None = None
+        self._folder = folder
+        self._resumed_from: Path | None = None
+        self._watched: set[int] = set()
+        self._generators: Any = None
+        self._wanted_types: dict[int, Any] = {}
+
+    # -- what is prepared
+
+    def prepared(self) -> None:
+        """After each `prepare`: look after what is new."""
+        for loader in self.accelerator._dataloaders:
+            self._follow(loader)
+        sharded = [m for m in self.accelerator._models if handover.is_sharded(m) and id(m) not in self._watched]
+        for model in sharded:
+            self._watched.add(id(model))
+            self.forwards.watch(model)
+            for module in (model, unwrap(model)):
+                self._keep_in_place(module)
+        if sharded:
+            self.forwards.wrap_script()
+
+    def _follow(self, loader: Any) -> None:
+        """Have a loader say when it is iterated, and put generators back after its first batch of a resumed run."""
+        if id(loader) in self._watched:
+            return
+        self._watched.add(id(loader))
+        kind = type(loader)
+
+        def batches(this: Any) -> Any:
+            generators, self._generators = self._generators, None
+            for batch in kind.__iter__(this):
+                if generators is not None:
+                    rng.restore(generators, "generators")
+                    generators = None
+                yield batch
+
+        def iterate(this: Any) -> Any:
+            if self.checkpointer is None and self.accelerator._optimizers and any(d is this for d in self.accelerator._dataloaders):
+                self.ready()
+                return iter(this)  # the engine watches it by now, too
+            return batches(this)
+
+        become(loader, type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__}))
+
+    def _keep_in_place(self, module: nn.Module) -> None:
+        """`module.to(dtype)` of one rank alone would leave its shards in another type than the others': it is kept for what is saved."""
+
+        def to(*args: Any, **kwargs: Any) -> nn.Module:
+            import torch
+
+            _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+            if dtype is not None:
+                self._wanted_types[id(unwrap(module))] = dtype
+            return module
+
+        module.__dict__["to"] = to
+
+    # -- the engine
+
+    def ready(self) -> Checkpointer:
+        """The Checkpointer, made now if there is none; all ranks come here in the same order."""
+        if self.checkpointer is None:
+            a = self.accelerator
+            if not a._models or not a._optimizers:
+                raise UsageError("there is nothing to save yet: accelerator.prepare(model, optimizer) comes first")
+            self.storage = ScriptFolder(self._root())
+            self.storage.remove_folder(handover.FOLDER)
+            loaders = [d for d in a._dataloaders if getattr(d, "use_stateful_dataloader", False)]
+            custom = {f"custom{i}": o for i, o in enumerate(a._custom_objects)}
+            self.models = {"" if len(a._models) == 1 else str(i): m for i, m in enumerate(a._models)}
+            self.checkpointer = Checkpointer(
+                self.storage,
+                model=_single(a._models),
+                optimizer=_single(a._optimizers),
+                lr_scheduler=_single(a._schedulers),
+                dataloader=_single(loaders),
+                scaler=a.scaler,
+                extra={"accelerate": self.counters, **custom},
+                one_caller=True,
+                deadlines=DEADLINES,
+            )
+            self.hand_over = handover.HandOver(self.checkpointer, self.storage, a.process_index, DEADLINES.commit)
+            bare_optimizer(a._optimizers[0], "optimizer").register_step_post_hook(self._stepped)
+            if a.num_processes > 1:
+                self.presence = Presence(self.checkpointer.peers(), self.checkpointer.peers(), a.process_index, a.num_processes)
+                self.forwards.presence = self.presence
+        return self.checkpointer
+
+    def tidy(self) -> None:
+        """Before the script looks for its newest folder: complete what only lacks its manifest, remove what a dead run left."""
+        if self.accelerator.is_main_process and (self._folder is not None or self.accelerator.project_dir):
+            for root in (self._root(), self._root() / "checkpoints"):
+                if root.is_dir():
+                    storage = LocalFolder(root)
+                    Lease(storage).await_free(survey(storage).complete)
+                    tidy(storage)
+        self.accelerator.state.wait_for_everyone()
+
+    def _stepped(self, *_: Any) -> None:
+        if not self.counters.steps:
+            self.forwards.note_training_loop()
+        self.counters.stepped()
+        self.guard.settle()
+
+    def _root(self) -> Path:
+        if self._folder is not None:
+            return self._folder.absolute()
+        project = getattr(self.accelerator, "project_dir", None)
+        return Path(project or ".").absolute()
+
+    def _known_folders(self) -> dict[Path, bool]:
+        if self.checkpointer is None:
+            return {}
+        known = {self._resumed_from: False} if self._resumed_from is not None else {}
+        for save in self.saves():
+            known[self.storage.root / save.folder] = save.state == "writing"
+        return known
+
+    def saves(self) -> list[Save]:
+        """Checkpoints only: no hand-overs."""
+        if self.checkpointer is None:
+            return []
+        return [s for s in list(self.checkpointer.saves) if not s.folder.startswith(handover.FOLDER)]
+
+    # -- save_state, load_state
+
+    def save_state(self, output_dir: str | os.PathLike[str] | None) -> str:
+        checkpointer = self.ready()
+        settings = self.accelerator.project_configuration
+        if settings.automatic_checkpoint_naming:
+            output_dir = self.counters.next_folder(self.storage.root / "checkpoints")
+        if output_dir is None:
+            raise UsageError("save_state() was called without a folder, and automatic_checkpoint_naming is off")
+        path = Path(output_dir).absolute()
+        path.mkdir(parents=True, exist_ok=True)
+        numbers = re.findall(r"\d+", path.name)
+        step = int(numbers[-1]) if numbers else self.counters.steps
+        checkpointer.save(step, folder=self.storage.name_of(path))
+        self.hooks.before_save(path)
+        settings.iteration += 1
+        return str(output_dir)
+
+    def load_state(self, input_dir: str | os.PathLike[str] | None) -> None:
+        checkpointer = self.ready()
+        if input_dir is None:
+            input_dir = self.counters.newest_folder(self.storage.root / "checkpoints")
+        path = Path(os.path.expanduser(input_dir)).absolute()
+        self.hooks.before_load(path)
+        try:
+            checkpointer.resume(path)
+        except CorruptCheckpoint as error:
+            raise self._set_aside(path, error) from error
+        self._resumed_from = path
+        if not any(getattr(d, "use_stateful_dataloader", False) for d in self.accelerator._dataloaders):
+            self._generators = rng.capture()
+
+    def _set_aside(self, path: Path, error: CorruptCheckpoint) -> HoldfastError:
+        """A damaged checkpoint gets a name that no script takes for one: the next start takes the one before."""
+        aside = path.with_name(f"damaged-{path.name}")
+        if self.accelerator.is_main_process and (path / MANIFEST_FILE).exists():
+            path.rename(aside)
+        return CorruptCheckpoint(f"{error.args[0]}. It is called {aside.name} now; start again to go on from the one before it")
+
+    # -- whole weights
+
+    def whole(self, module: nn.Module) -> dict[str, Any] | None:
+        """The full state dict of a sharded module that was prepared, or of one inside; None for any other."""
+        if self.checkpointer is None or not handover.is_sharded(module):
+            return None
+        found = handover.find(self.models, module)
+        if found is None:
+            return None
+        state = self.hand_over.state_dict(*found, self.counters.steps)
+        dtype = self._wanted_types.get(id(unwrap(module)))
+        return state if dtype is None else Sized(state, dtype)
+
+    def owns(self, module: Any) -> bool:
+        return isinstance(module, nn.Module) and self.checkpointer is not None and handover.find(self.models, module) is not None
+
+    # -- the end
+
+    def close(self) -> None:
+        """Serve until all ranks have come here, and let go."""
+        if self.checkpointer is None:
+            return
+        if self.presence is not None:
+            self.presence.end()
+        try:
+            self.checkpointer.close()
+        except SaveFailed as error:
+            self.failed = error
+        self._let_go()
+
+    def report(self) -> list[str]:
+        """What was saved, in lines for people, and what was not run."""
+        saves = self.saves()
+        complete = [s for s in saves if s.state == "complete"]
+        lines = [f"{len(saves)} saves, {len(complete)} complete; the training waited {sum(s.blocked_s for s in saves):.2f} s for them"]
+        for save in saves:
+            folder = self.storage.root / save.folder
+            size = sum(f.stat().st_size for f in folder.glob("rank-*")) if folder.is_dir() else 0
+            there = f"{size / 1e6:,.1f} MB" if folder.is_dir() else "removed since"
+            lines.append(f"  {save.folder}: {save.state}, {there}, waited {save.blocked_s:.3f} s, durable after {save.durable_s:.2f} s")
+        return lines + [f"skipped {what}" for what in self.forwards.skipped] + self.hooks.said
+
+    def abandon(self) -> None:
+        """After an error: finish the own part and wait for nobody."""
+        if self.checkpointer is not None:
+            self.checkpointer.__exit__(RuntimeError)
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self.guard.settle()
+        if self.accelerator.is_main_process:
+            self.storage.remove_folder(handover.FOLDER)
+        self.forwards.close()
+        if self.presence is not None:
+            self.presence.close()
+
+
+def _single(objects: list[Any]) -> Any:
+    """One object keeps its names without a number."""
+    return objects[0] if len(objects) == 1 else list(objects) or None
+
+
+def attached_to(accelerator: Any) -> Attached | None:
+    found: Attached | None = accelerator.__dict__.get("_holdfast")
+    return found
+
+
+def attach(accelerator: Any, folder: str | os.PathLike[str] | None = None) -> Attached:
+    """Put the engine behind this accelerator, once, after `prepare` and on every rank.
+
+    From then on `save_state` may be called by one rank or by all and returns when the state is copied, `load_state` reads each rank's
+    own part, and `get_state_dict` and `save_pretrained` of sharded models need no other rank to call. `folder` is where the
+    checkpoints lie; by default `accelerator.project_dir`. DeepSpeed and Megatron runs are left as they are.
+
+    Raises:
+        UsageError: what is replaced is not there in the installed release of accelerate.
+    """
+    from holdfast.integrations import drop_in
+
+    drop_in.install()
+    return drop_in.take(accelerator, Path(folder) if folder is not None else None)

@@ -1,0 +1,130 @@
+"""Where the ranks of a script are: in a barrier, in a training forward, in a forward that only some of them make.
+
+A rank that is about to run a sharded model outside its training steps asks whether the others come there, too, before the first
+collective. Every rank counts its training forwards and its barriers as it enters them; ranks of one program count alike. So
+another rank that has counted further has passed by, one that has ended will not come, and one that asks at the same counts is
+there. One that has counted less is still on its way, and is waited for.
+
+The answers travel through the store, by a thread that looks twenty times a second and publishes this rank's counts only while
+somebody asks. The first that knows decides for all (compare-and-set), so that no rank goes on alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from typing import Any
+
+from holdfast.engine.deadlines import POLL
+from holdfast.engine.store import Store
+
+logger = logging.getLogger("holdfast")
+
+IDLE = 0.05
+"""Seconds between two looks for questions."""
+
+PATIENCE = 60.0
+"""Seconds that a rank which is still on its way is waited for, before a forward counts as one rank's alone."""
+
+SILENCE = 120.0
+"""Seconds without a heartbeat after which a rank is not waited for in a barrier any more."""
+
+Counts = tuple[int, int]
+"""Training forwards and barriers entered."""
+
+
+class Presence:
+    """One rank's counts, and the thread that tells them. `store` is a connection of its own for each of two threads."""
+
+    def __init__(self, ask_store: Store, tell_store: Store, rank: int, world_size: int) -> None:
+        self._ask, self._tell = ask_store, tell_store
+        self.rank, self.world_size = rank, world_size
+        self.forwards = self.barriers = 0
+        self._arrived: Counts | None = None
+        self._ended = False
+        self._decided: dict[Counts, bool] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="holdfast-presence", daemon=True)
+        self._thread.start()
+
+    @property
+    def counts(self) -> Counts:
+        return self.forwards, self.barriers
+
+    def end(self) -> None:
+        """This rank makes no further forward."""
+        self._ended = True
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(5)
+
+    def together(self) -> bool:
+        """Whether all ranks come to the forward that this one is about to make; the answer holds until the counts change."""
+        counts = self.counts
+        if self.world_size == 1:
+            return True
+        if counts not in self._decided:
+            self._arrived = counts
+            self._decided[counts] = self._find_out(counts)
+        return self._decided[counts]
+
+    def _find_out(self, counts: Counts) -> bool:
+        key = f"script/together/{counts[0]}/{counts[1]}"
+        end = time.monotonic() + PATIENCE
+        self._ask.add("script/questions", 1)
+        try:
+            while True:
+                decided = self._ask.look(key)
+                if decided is not None:
+                    return decided == b"1"
+                others = [self._where(r) for r in range(self.world_size) if r != self.rank]
+                alone = time.monotonic() > end or any(_gone(counts, other) for other in others)
+                if alone or all(other is not None and other["arrived"] == list(counts) for other in others):
+                    return self._ask.claim(key, b"0" if alone else b"1") == b"1"
+                time.sleep(POLL)
+        finally:
+            self._ask.add("script/questions", -1)
+
+    def _where(self, rank: int) -> dict[str, Any] | None:
+        told = self._ask.look(f"script/where/{rank}")
+        return json.loads(told) if told is not None else None
+
+    def barrier(self) -> None:
+        """Until all ranks have come to as many barriers; a rank whose heart has stopped is not waited for."""
+        self.barriers += 1
+        number = self.barriers
+        self._ask.publish(f"script/barrier/{number}/{self.rank}", b"1")
+        missing = set(range(self.world_size)) - {self.rank}
+        beats: dict[int, bytes | None] = {}
+        end = time.monotonic() + SILENCE
+        while missing and time.monotonic() < end:
+            missing = {r for r in missing if self._ask.look(f"script/barrier/{number}/{r}") is None}
+            for r in missing:
+                if (beat := self._ask.look(f"beat/{r}")) != beats.get(r):
+                    beats[r], end = beat, time.monotonic() + SILENCE
+            time.sleep(POLL if missing else 0)
+        if number > 2:  # all have passed the barrier before the last one, or nobody would be here
+            self._ask.delete(f"script/barrier/{number - 2}/{self.rank}")
+
+    def _serve(self) -> None:
+        told: bytes | None = None
+        while not self._stop.wait(IDLE):
+            try:
+                if self._tell.add("script/questions", 0) > 0:
+                    now = {"counts": self.counts, "arrived": self._arrived, "ended": self._ended}
+                    encoded = json.dumps(now).encode()
+                    if encoded != told:
+                        self._tell.publish(f"script/where/{self.rank}", encoded)
+                        told = encoded
+            except RuntimeError as error:  # the store went with the rank that hosted it
+                logger.debug("rank %d: the store does not answer: %s", self.rank, error)
+
+
+def _gone(counts: Counts, other: dict[str, Any] | None) -> bool:
+    """Whether a rank that says so of itself will not come to a forward at `counts`."""
+    if other is None:
+        return False
+    return bool(other["ended"]) or any(theirs > mine for theirs, mine in zip(other["counts"], counts, strict=True))
