@@ -56,6 +56,10 @@ class Adapter:
         self._check_targets(model)
         model.requires_grad_(False).to(dtype)
         inject_adapter_in_model(self.config(), model)
+        layers: Any = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+        for layer in layers:
+            # It would look at its weight's dtype, which FSDP1 changes under it. Autocast does the same, and always alike.
+            layer.cast_input_dtype_enabled = False
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
