@@ -254,20 +254,22 @@ def make_loss_and_picture(
     pipeline = kind(
         scheduler=FlowMatchEulerDiscreteScheduler.from_config(scheduler.config),
         vae=vae,
-        text_encoder=forward_of(models["text_encoder"]) if config.train_text_encoder else None,
-        tokenizer=CLIPTokenizer.from_pretrained(base / "tokenizer") if config.train_text_encoder else None,
+        text_encoder=None,
+        tokenizer=None,
         text_encoder_2=None,
         tokenizer_2=None,
         transformer=forward_of(transformer),
     )
     pipeline.set_progress_bar_config(disable=True)
+    tokenizer = CLIPTokenizer.from_pretrained(base / "tokenizer")
 
     def encoded(prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
         """Sequence and pooled embedding, a row for each prompt; the latter of the text encoder as it is, where it is trained."""
         sequence = torch.stack([text.sequence[prompt] for prompt in prompts])
         if not config.train_text_encoder:
             return sequence, torch.stack([text.pooled[prompt] for prompt in prompts])
-        return sequence, pipeline._get_clip_prompt_embeds(prompts, device=device).to(dtype)
+        tokens = tokenizer(prompts, padding="max_length", truncation=True, return_tensors="pt").input_ids
+        return sequence, models["text_encoder"](tokens.to(device)).pooler_output.to(dtype)
 
     def loss(pixels: torch.Tensor) -> torch.Tensor:
         with torch.no_grad(), on_device(vae, device, config.offload):
