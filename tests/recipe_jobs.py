@@ -74,6 +74,11 @@ class Job:
     look_before: int | None = None
     die_before: int | None = None
     stop_before: int | None = None
+    spoil: tuple[int, int, str] | None = None
+    """(step, rank, what): the loss of that step is `nan` there, or its gradients are."""
+
+    signal_before: tuple[int, int] | None = None
+    """(step, signal): sent to oneself."""
 
 
 class Stopped(Exception):
@@ -137,11 +142,21 @@ class Watch:
                 self.before(step + 1)
             self.seen["samples"] += [hashlib.sha256(image.numpy().tobytes()).hexdigest() for image in pixels]
             self.seen["generators"].append(hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest())
-            return loss(pixels)
+            return self.spoilt(step + 1, loss(pixels))
 
         return watched
 
+    def spoilt(self, step: int, value: torch.Tensor) -> torch.Tensor:
+        where, rank, what = self.job.spoil or (None, 0, "")
+        if step != where or (dist.is_initialized() and dist.get_rank() != rank):
+            return value
+        if what == "nan":
+            return value * float("nan")
+        return value + (value - value).sqrt()  # 0, with a gradient that is no number
+
     def before(self, step: int) -> None:
+        if self.job.signal_before is not None and step == self.job.signal_before[0]:
+            os.kill(os.getpid(), self.job.signal_before[1])
         if step == self.job.look_before:
             self.seen["state"] = state_of(self.model, self.optimizer)
         if step == self.job.stop_before:
