@@ -1,7 +1,8 @@
-"""A Hugging Face Hub on this machine: the few requests that a download makes, answered from a folder."""
+"""A Hugging Face Hub on this machine: the few requests that a download and an upload make, answered from a folder."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -16,7 +17,10 @@ REPOSITORY, GATED, TOKEN = "owner/flux", "owner/gated", "hf_secrettokenoftheuser
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves `folder` as REPOSITORY with the branch `main`; GATED needs TOKEN. `served` lists the files given out."""
+    """Serves `folder` as REPOSITORY with the branch `main`; GATED needs TOKEN. `served` lists the files given out.
+
+    With TOKEN files may be uploaded to any repository: `uploaded` has them by `owner/name/path`.
+    """
 
     daemon_threads = True
 
@@ -26,6 +30,7 @@ class Hub(ThreadingHTTPServer):
         self.files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
         self.served: list[str] = []
         self.requests: list[str] = []
+        self.uploaded: dict[str, bytes] = {}
 
     @property
     def address(self) -> str:
@@ -41,6 +46,29 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.respond()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+        path = unquote(urlsplit(self.path).path).strip("/")
+        self.server.requests.append(f"{self.command} {self.path}")
+        repository = "/".join(path.removeprefix("api/models/").split("/")[:2])
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            self.refuse(401, "Unauthorized")
+        elif path == "api/repos/create":
+            wanted = json.loads(body)
+            name = f"{wanted.get('organization') or 'somebody'}/{wanted['name']}"
+            self.send_json({"url": f"{self.server.address}/{name}"})
+        elif path == "api/validate-yaml":
+            self.send_json({"errors": [], "warnings": []})
+        elif "/preupload/" in path:
+            modes = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]]
+            self.send_json({"files": modes})
+        else:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    name = f"{repository}/{line['value']['path']}"
+                    self.server.uploaded[name] = base64.b64decode(line["value"]["content"])
+            self.send_json({"success": True, "commitOid": COMMIT, "commitUrl": f"{self.server.address}/{repository}/commit/{COMMIT}"})
 
     def respond(self) -> None:
         path = unquote(urlsplit(self.path).path).strip("/")

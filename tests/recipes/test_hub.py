@@ -149,6 +149,39 @@ def test_without_a_connection(tmp_path, offline, message):
     assert message in text
 
 
+def train_and_push(hub: Any, flux_folder: Path, photo_folder: Path, out: Path, token: str) -> subprocess.CompletedProcess[str]:
+    flags = f"""--pretrained_model_name_or_path={flux_folder} --instance_data_dir={photo_folder} --output_dir={out}
+     --resolution=16 --train_batch_size=1 --max_train_steps=2 --rank=2 --no-gradient_checkpointing --report_to=none
+     --validation-prompt=sks --num_validation_images=1 --push_to_hub=True --hub_token={token} --hub_model_id=owner/lora"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    environment |= {"HF_ENDPOINT": hub.address, "HF_HOME": str(out.parent / "cache"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    command = [sys.executable, "-m", "holdfast", "train", "flux-dreambooth", "--instance_prompt=a photo of sks girl", *flags.split()]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_what_was_trained_is_uploaded_with_a_card(hub, flux_folder, photo_folder, tmp_path):
+    done = train_and_push(hub, flux_folder, photo_folder, tmp_path / "out", hub_server.TOKEN)
+    assert done.returncode == 0, done.stderr
+    names = {name.removeprefix("owner/lora/") for name in hub.uploaded}
+    assert names == {"pytorch_lora_weights.safetensors", "README.md", "final/step-000002/0.png"}
+    for name in names:
+        assert hub.uploaded[f"owner/lora/{name}"] == (tmp_path / "out" / name).read_bytes()
+    card = hub.uploaded["owner/lora/README.md"].decode()
+    for part in ("library_name: diffusers", "- lora", "load_lora_weights", "a photo of sks girl", "(./final/step-000002/0.png)"):
+        assert part in card
+    written = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert not [path for path in written if hub_server.TOKEN.encode() in path.read_bytes()]
+    assert hub_server.TOKEN not in done.stdout + done.stderr
+
+
+def test_a_token_that_may_not_write_is_told_before_the_training(hub, flux_folder, photo_folder, tmp_path):
+    done = train_and_push(hub, flux_folder, photo_folder, tmp_path / "out", "hf_wrongtoken")
+    assert done.returncode == 2, done.stderr
+    assert "--push_to_hub: the repository owner/lora cannot be made" in done.stderr
+    assert "hf_wrongtoken" not in done.stderr
+    assert not (tmp_path / "out/metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "variant", "plain"),
     [

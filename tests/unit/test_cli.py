@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import __version__, cli
+from holdfast.errors import UsageError
 from holdfast.recipes import RECIPES
 
 FLAGS = ["--pretrained_model_name_or_path", "base", "--instance_data_dir", "photos", "--instance_prompt", "a photo"]
@@ -144,3 +145,31 @@ def test_on_ranks_a_message_names_the_rank(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert cli.main(["train", "nothing"]) == 2
     assert capsys.readouterr().err.startswith("holdfast: rank 1: ")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--use_ema"], True),
+        (["--no-use-ema"], False),
+        (["--use_ema=False"], False),
+        (["--use-ema", "True"], True),
+        (["--use_ema=true", "--no_use_ema"], False),
+        ([], False),
+    ],
+)
+def test_switches_take_a_word_too(given: list[str], expected: bool) -> None:
+    from holdfast.cli import _parse
+    from holdfast.recipes.flux_dreambooth import Config
+
+    needed = ["--pretrained_model_name_or_path=a/b", "--instance_prompt=p", "--rank", "1"]
+    config = _parse(Config, "holdfast train", [*needed, *given])
+    assert (config.use_ema, config.rank) == (expected, 1)
+
+
+def test_a_switch_with_another_word_is_refused() -> None:
+    from holdfast.cli import _parse
+    from holdfast.recipes.flux_dreambooth import Config
+
+    with pytest.raises(UsageError, match="say --use_ema or --no-use-ema"):
+        _parse(Config, "holdfast train", ["--use_ema=maybe"])

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
 import tyro
 
@@ -129,7 +129,30 @@ def _parse(options: type[Options], prog: str, arguments: list[str]) -> Options:
     if unknown:
         listed = "\n".join(f"  - {line}" for line in unknown)
         raise UsageError(f"{prog} was called with flags that it does not have (all of them: {prog} --help):\n{listed}")
-    return tyro.cli(options, prog=prog, args=arguments, use_underscores=True)
+    return tyro.cli(options, prog=prog, args=_switches(options, arguments), use_underscores=True)
+
+
+_WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+def _switches(options: type[Any], arguments: list[str]) -> list[str]:
+    """The arguments with `--flag=False` and `--flag False` as `--no_flag`: other tools want a word where here is a switch."""
+    switches = {name for name, kind in get_type_hints(options).items() if kind is bool}
+    result, position = [], 0
+    while position < len(arguments):
+        name, equals, word = arguments[position].partition("=")
+        flag = name.removeprefix("--").replace("-", "_")
+        position += 1
+        if not name.startswith("--") or flag not in switches:
+            result.append(arguments[position - 1])
+            continue
+        if not equals and position < len(arguments) and arguments[position].lower() in _WORDS:
+            word = arguments[position]
+            position += 1
+        if word and word.lower() not in _WORDS:
+            raise UsageError(f"{arguments[position - 1]}: say --{flag} or --no-{flag.replace('_', '-')}")
+        result.append(f"--{flag}" if _WORDS.get(word.lower(), True) else f"--no_{flag}")
+    return result
 
 
 def _run(arguments: list[str]) -> int:

@@ -71,19 +71,20 @@ def last_pictures(output_dir: Path) -> list[Path]:
 
 
 def upload(config: DiffusionConfig, repository: str, files: Iterable[str]) -> None:
-    """Uploads the `files` (patterns relative to the output folder). To be called by one process.
+    """Uploads the `files` (patterns relative to the output folder), card and last pictures. To be called by one process.
 
     Raises:
         HoldfastError: it failed; what was trained is on disk, and the message says how to upload it by hand.
     """
     from huggingface_hub import upload_folder
 
+    pictures = [path.relative_to(config.output_dir).as_posix() for path in last_pictures(Path(config.output_dir))]
     try:
         upload_folder(
             repo_id=repository,
             folder_path=config.output_dir,
             commit_message="End of training",
-            allow_patterns=list(files),
+            allow_patterns=[*files, CARD, *pictures],
             token=config.hub_token,
         )
     except Exception as error:
