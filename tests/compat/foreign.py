@@ -209,16 +209,27 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
     return found
 
 
-def resume(folder: Path, sharding: str = "fsdp2", with_scheduler: bool = True) -> State:
-    """A Holdfast job on these ranks (plain on one) that continues what was imported, and makes and saves a step of its own."""
+def resume(
+    folder: Path, sharding: str = "fsdp2", with_scheduler: bool = True, path: Path | None = None, fails: bool = False
+) -> State | str:
+    """A Holdfast job on these ranks (plain on one) that continues what was imported, or `path`, and makes and saves a step of its own.
+
+    With `fails` it gives the error, and whether anything was changed.
+    """
     import holdfast
+    from holdfast.errors import HoldfastError
 
     if dist.get_world_size() == 1:
         model: nn.Module = build()
-    elif sharding == "fsdp1":
+    elif sharding.startswith("fsdp1"):
         from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-        model = FSDP(build(), use_orig_params=True, device_id=torch.device("cpu"))
+        model = build()
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = FSDP(block, use_orig_params=sharding == "fsdp1", device_id=torch.device("cpu"))
+        model = FSDP(model, use_orig_params=sharding == "fsdp1", device_id=torch.device("cpu"))
+    elif sharding == "ddp":
+        model = nn.parallel.DistributedDataParallel(build())
     else:
         model = sharded()[0]
     optimizer = optimizer_of(model)
@@ -228,9 +239,19 @@ def resume(folder: Path, sharding: str = "fsdp2", with_scheduler: bool = True) -
             p.fill_(7)
     extra = {"lr_scheduler": scheduler} if with_scheduler else {}
     checkpointer = holdfast.Checkpointer(folder, model=model, optimizer=optimizer, **extra)
-    begun_at = checkpointer.resume()
+    if fails:
+        try:
+            checkpointer.resume(path)
+        except HoldfastError as error:
+            assert not optimizer.state
+            assert all(bool((whole(p) == 7).all()) for p in model.parameters())
+            return f"{type(error).__name__}: {error}"
+        finally:
+            checkpointer.close()
+        return ""
+    begun_at = checkpointer.resume(path)
     drawn = draws()
-    state = whole_fsdp1(model, optimizer) if sharding == "fsdp1" else snapshot(model, optimizer)
+    state = whole_fsdp1(model, optimizer) if sharding.startswith("fsdp1") else snapshot(model, optimizer)
     state = State(state, drawn, scheduler.get_last_lr(), begun_at)
     step(model, optimizer, scheduler)
     checkpointer.save(begun_at + 1)

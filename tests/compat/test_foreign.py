@@ -51,6 +51,23 @@ def test_accelerate_under_fsdp(pool: RankPool, tmp_path: Path, version: str, for
     assert_equal(others[0].tensors, written[0].tensors)
 
 
+@pytest.mark.parametrize(("version", "form"), [*FORMS, ("", "bin")])
+def test_accelerate_resumes_as_it_is(pool: RankPool, tmp_path: Path, version: str, form: str) -> None:
+    """Nothing is imported: each rank reads what it needs. On the same ranks the generators go on, too, on others all but theirs.
+
+    A FULL checkpoint of FSDP1 was written without sync_module_states, which nobody needs here.
+    """
+    written: list[State] = pool.run(foreign.write_accelerate, 2, tmp_path / "foreign", version, form, safe=form != "bin")
+    same: list[State] = pool.run(foreign.resume, 2, tmp_path / "a", f"fsdp{version}" if version else "ddp", path=tmp_path / "foreign")
+    for rank in (0, 1):
+        assert (same[rank].begun_at, same[rank].lr) == (3, written[rank].lr)
+        assert same[rank].draws == written[rank].draws
+        assert_equal(same[rank].tensors, written[0].tensors)
+    assert recognise(LocalFolder(tmp_path / "a"), "checkpoint-4") == NATIVE  # and goes on as one of our own
+    for state in pool.run(foreign.resume, 3, tmp_path / "b", "fsdp1-flat" if version else "fsdp2", path=tmp_path / "foreign"):
+        assert_equal(state.tensors, written[0].tensors)
+
+
 def test_files_per_rank_of_fsdp1_are_refused(pool: RankPool, tmp_path: Path) -> None:
     pool.run(foreign.write_accelerate, 2, tmp_path / "foreign", "1", "PER_RANK")
     with pytest.raises(IncompatibleCheckpoint, match=r"rank0\.bin is refused.*ShardedTensor"):

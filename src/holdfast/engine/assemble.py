@@ -12,13 +12,12 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from holdfast.core.boxes import one_rank
 from holdfast.core.documents import canonical, digest
-from holdfast.core.layout import Layout, OptimizerSlot, TensorSpec, item_size, stored_as
+from holdfast.core.layout import Layout, TensorSpec, item_size, stored_as
 from holdfast.core.manifest import (
     BLOCK,
     Announcement,
@@ -31,6 +30,7 @@ from holdfast.core.manifest import (
 from holdfast.core.safetensors import ITEM_SIZE, build_header
 from holdfast.engine import dtypes
 from holdfast.engine.commit import write_manifest
+from holdfast.engine.foreign import Held
 from holdfast.engine.plan import STATE_TENSOR
 from holdfast.engine.resume import survey
 from holdfast.errors import CorruptCheckpoint
@@ -42,19 +42,11 @@ PIECE = 16 * BLOCK
 """Bytes of one write."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """A tensor to be written; `slot` says of which parameter it is the optimizer's state."""
-
-    source: Source
-    slot: OptimizerSlot | None = None
-
-
 def write_checkpoint(
     storage: Storage,
     folder: str,
     step: int,
-    tensors: Mapping[str, Part],
+    tensors: Mapping[str, Held],
     aliases: Mapping[str, str],
     small: Sequence[object],
 ) -> int:
@@ -75,7 +67,7 @@ def _write(
     storage: Storage,
     folder: str,
     step: int,
-    tensors: Mapping[str, Part],
+    tensors: Mapping[str, Held],
     aliases: Mapping[str, str],
     small: Sequence[object],
 ) -> int:
@@ -103,7 +95,7 @@ def _write(
     return sum(_nbytes(part) for part in tensors.values())
 
 
-def _spread(tensors: Mapping[str, Part], world_size: int) -> dict[str, int]:
+def _spread(tensors: Mapping[str, Held], world_size: int) -> dict[str, int]:
     """Whose file each tensor goes to: the largest first, each to the one with the fewest bytes so far."""
     load = [0] * world_size
     owner = {}
@@ -113,11 +105,11 @@ def _spread(tensors: Mapping[str, Part], world_size: int) -> dict[str, int]:
     return owner
 
 
-def _nbytes(part: Part) -> int:
+def _nbytes(part: Held) -> int:
     return part.source.dtype.itemsize * torch.Size(part.source.shape).numel()
 
 
-def _spec(name: str, part: Part, rank: int) -> TensorSpec:
+def _spec(name: str, part: Held, rank: int) -> TensorSpec:
     dtype = dtypes.name_of(torch.empty(0, dtype=part.source.dtype), name)
     return TensorSpec(dtype, part.source.shape, one_rank(rank), 0, part.slot)
 

@@ -9,7 +9,7 @@ below 0: -1 is the first that the layouts name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -21,7 +21,7 @@ from holdfast.core.layout import BaseFile, Layout, Named, TensorSpec, item_size,
 from holdfast.core.manifest import MANIFEST_FILE, Manifest, Receipt, layout_file, rank_file, receipt_file
 from holdfast.core.safetensors import Entry, header_length, parse_header
 from holdfast.engine.base_files import BaseFiles
-from holdfast.engine.blocks import BlockFile
+from holdfast.engine.blocks import BlockFile, Part, read_parts
 from holdfast.engine.plan import STATE_TENSOR
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint
 from holdfast.formats.recognise import NATIVE, recognise
@@ -46,6 +46,8 @@ class Checkpoint:
         CheckpointNotFound: no such folder, or no manifest in it.
         CorruptCheckpoint: something in it is not what was written.
     """
+
+    native = True
 
     def __init__(self, storage: Storage, folder: str) -> None:
         self.storage, self.folder = storage, folder
@@ -128,6 +130,15 @@ class Checkpoint:
         if size != receipt.size:
             raise CorruptCheckpoint(f"{self.where}: the file of rank {rank} has {size:,} bytes, its receipt says {receipt.size:,}")
         return BlockFile(self.storage, path, size, receipt.blocks, receipt.block_size)
+
+    @property
+    def left(self) -> set[str]:
+        """Names and keys of the state that it need not hold, and that a resume leaves as it is: none, in a complete checkpoint."""
+        return set()
+
+    def read(self, source: int, parts: Sequence[Part]) -> int:
+        """Fill the targets of `parts` from one source; returns the bytes read."""
+        return read_parts(self.file(source), parts)
 
     def header(self, rank: int) -> dict[str, Entry]:
         if rank not in self._headers:

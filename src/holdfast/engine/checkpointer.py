@@ -160,7 +160,8 @@ class Checkpointer:
 
         Args:
             path: exactly this checkpoint (`checkpoint-500` in the folder, or a path); by default the newest that every
-                rank finds whole.
+                rank finds whole. It may be one that accelerate, the transformers Trainer or torch.distributed.checkpoint wrote, or
+                Hugging Face weights: then what it does not hold stays as it is, and the log says what.
 
         All ranks call it, after the Checkpointer is made and before training. The random number generators are put back
         at once, and again just before the first batch of a registered data loader reaches the loop.
@@ -189,7 +190,8 @@ class Checkpointer:
             self._say(f"no checkpoint in {self._storage.describe()} yet: beginning at step 0")
             return 0
         self._gate.resumed()
-        self._saver.verified.add(checkpoint.folder)
+        if checkpoint.native and checkpoint.storage.describe() == self._storage.describe():
+            self._saver.verified.add(checkpoint.folder)
         pending = [resume.plan]
 
         def put_generators_back() -> None:

@@ -16,12 +16,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from holdfast.engine import fsdp1, rng, statetree
 from holdfast.engine.base import origin_of
-from holdfast.engine.blocks import read_parts
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.collect import Registered, encode_stateful, held_of
 from holdfast.engine.dtypes import DTYPE_OF
 from holdfast.engine.fsdp1 import FlatPiece
-from holdfast.engine.names import NamedState, extra_state_modules, named_state
+from holdfast.engine.names import NamedState, extra_state_modules, join, named_state
 from holdfast.engine.reading import Restore as Restore
 from holdfast.engine.restore_optimizer import first_few, match_optimizer
 from holdfast.errors import IncompatibleCheckpoint
@@ -42,9 +41,11 @@ def match(checkpoint: Checkpoint, registered: Registered) -> Restore:
     names = named_state(registered.models)
     _match_models(plan, names)
     for key, optimizer in registered.optimizers.items():
-        match_optimizer(plan, key, optimizer, names)
+        if join("optimizer", key) not in checkpoint.left:
+            match_optimizer(plan, key, optimizer, names)
     for key, value in registered.stateful.items():
-        _match_stateful(plan, key, value)
+        if key not in checkpoint.left:
+            _match_stateful(plan, key, value)
     _match_modules(plan)
     return plan
 
@@ -56,7 +57,7 @@ def read(plan: Restore) -> int:
         CorruptCheckpoint: a block is not what was written.
         IncompatibleCheckpoint: what should be one number in several files is not.
     """
-    done = sum(read_parts(plan.checkpoint.file(rank), parts) for rank, parts in sorted(plan.parts.items()))
+    done = sum(plan.checkpoint.read(source, parts) for source, parts in sorted(plan.parts.items()))
     for check in plan.checks:
         check()
     return done
@@ -95,10 +96,10 @@ def restore_rng(plan: Restore) -> None:
 
 def _match_models(plan: Restore, names: NamedState) -> None:
     saved, where = plan.checkpoint.tensors, plan.checkpoint.where
-    needed = names.tensors
+    needed = {name: tensor for name, tensor in names.tensors.items() if name not in plan.checkpoint.left}
     source = {name: plan.saved_name(name) for name in needed}
     missing = [name for name, found in source.items() if found is None]
-    known = {*needed, *names.aliases}
+    known = {*names.tensors, *names.aliases}
     extra = [name for name in saved if name.partition(".")[0] == "model" and name not in known]
     if missing or extra:
         raise IncompatibleCheckpoint(
@@ -127,7 +128,8 @@ def _held_by_base(plan: Restore, names: NamedState, found: dict[str, str]) -> se
     """
     bases, checkpoint = plan.registered.bases, plan.checkpoint
     held: set[str] = set()
-    for name, tensor in names.tensors.items():
+    for name in found:
+        tensor = names.tensors[name]
         named, origin = plan.spec(found[name]).base, origin_of(*names.places[name])
         if named is None or origin is None or not checkpoint.rests_on_base(found[name]):
             continue
@@ -150,6 +152,8 @@ def _match_modules(plan: Restore) -> None:
     """What modules keep beside parameters and buffers (`get_extra_state`)."""
     saved = plan.small.get("state", {}).get("modules", {})
     for name, module in extra_state_modules(plan.registered.models).items():
+        if name in plan.checkpoint.left:
+            continue
         if name not in saved:
             raise IncompatibleCheckpoint(f"{plan.checkpoint.where} has no extra state of the module {name}")
         value = statetree.decode(saved[name], f"{plan.checkpoint.where}: extra state of {name}", plan.resolver())

@@ -20,6 +20,7 @@ from holdfast.engine import repair, restore
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.collect import Registered
 from holdfast.engine.deadlines import POLL, Deadlines
+from holdfast.engine.foreign_checkpoint import ForeignCheckpoint, identity_of, is_foreign
 from holdfast.engine.retention import Complete
 from holdfast.engine.store import Store, name_ranks
 from holdfast.errors import (
@@ -32,7 +33,8 @@ from holdfast.errors import (
     NoUsableCheckpoint,
     UsageError,
 )
-from holdfast.storage import Storage
+from holdfast.formats.recognise import recognise
+from holdfast.storage import LocalFolder, Storage
 
 log = logging.getLogger("holdfast")
 
@@ -87,7 +89,9 @@ def survey(storage: Storage) -> Survey:
             manifest = Manifest.parse(storage.get(path), f"{storage.describe()}/{path}")
             complete.append(Complete(name, manifest.order, manifest.step, manifest.metric))
         except (FileNotFoundError, NotADirectoryError):
-            incomplete.append(f"{name} is incomplete: it has no {MANIFEST_FILE}, its save was interrupted")
+            kind = recognise(storage, name)
+            of_others = f"{name} is {kind}: give its path to resume from it"
+            incomplete.append(of_others if kind else f"{name} is incomplete: it has no {MANIFEST_FILE}, its save was interrupted")
         except (CheckpointError, OSError) as error:
             unusable.append(f"{name} cannot be used: {error}")
     return Survey(sorted(complete, key=lambda c: c.order, reverse=True), incomplete, unusable)
@@ -136,11 +140,14 @@ class Resume:
         return None
 
     def exactly(self, storage: Storage, folder: str) -> Checkpoint:
-        """Continue from this one, or fail on all ranks."""
+        """Continue from this one, which may be another program's, or fail on all ranks."""
         proposal = self._propose(storage, [folder], 0, [])
         checkpoint, reason = self._try(storage, proposal, 0)
         if checkpoint is None:
             raise CorruptCheckpoint(reason)
+        if isinstance(checkpoint, ForeignCheckpoint) and self.registered.rank == 0:
+            for line in checkpoint.left_out:
+                log.warning("%s: not taken over: %s", checkpoint.where, line)
         return checkpoint
 
     def _propose(
@@ -153,7 +160,8 @@ class Resume:
             if number < len(candidates):
                 proposal = {"folder": candidates[number], "digest": "", "error": ""}
                 try:
-                    proposal["digest"] = Checkpoint(storage, candidates[number]).digest
+                    foreign = is_foreign(storage, candidates[number])
+                    proposal["digest"] = (identity_of if foreign else _digest)(storage, candidates[number])
                 except (CheckpointError, OSError) as error:
                     proposal |= _as_vote(error)
             self.store.publish(key, json.dumps(proposal).encode())
@@ -170,7 +178,7 @@ class Resume:
         checkpoint, plan, error = None, None, None
         try:
             # Whatever goes wrong here, memory running out included, has to reach the other ranks: they wait for this vote.
-            checkpoint = Checkpoint(storage, proposal["folder"])
+            checkpoint = self._open(storage, proposal["folder"])
             if checkpoint.digest != proposal["digest"]:
                 raise CorruptCheckpoint(f"{checkpoint.where} is another checkpoint here than on rank 0: the folders differ")
             plan = restore.match(checkpoint, self.registered)
@@ -200,6 +208,11 @@ class Resume:
             raise error if error is not None else CheckpointError(f"{checkpoint.where} could not be resumed: {verdict['error']}")
         self.plan = plan
         return checkpoint, ""
+
+    def _open(self, storage: Storage, folder: str) -> Checkpoint:
+        if isinstance(storage, LocalFolder) and is_foreign(storage, folder):
+            return ForeignCheckpoint(storage, folder, self.registered)
+        return Checkpoint(storage, folder)
 
     def _vote(self, prefix: str, error: Exception | None, deadline: float) -> dict[str, str]:
         """Tell rank 0 how it went here and hear how it went everywhere."""
@@ -237,6 +250,10 @@ class Resume:
                 raise DeadlineExceeded(f"rank {self.registered.rank}: {problem} within {deadline:.0f} s; look into its log")
             time.sleep(POLL)
         return value
+
+
+def _digest(storage: Storage, folder: str) -> str:
+    return Checkpoint(storage, folder).digest
 
 
 _FINAL: dict[str, type[HoldfastError]] = {

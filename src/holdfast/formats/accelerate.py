@@ -32,11 +32,12 @@ from holdfast.formats.weights import weights_of_file, weights_of_folder
 _STEP_IN_NAME = re.compile(r"(?:checkpoint-|step[-_]|global_step)(\d+)")
 
 
-def read_accelerate(folder: Path, kind: str, base: Path | None = None) -> Foreign:
+def read_accelerate(folder: Path, kind: str, base: Path | None = None, alone: bool = False) -> Foreign:
     """Everything in the folder; tensors are read when they are asked for.
 
     Args:
         base: the pretrained model that the adapter in a Trainer's PEFT checkpoint was trained on.
+        alone: give such an adapter without it.
 
     Raises:
         CheckpointNotFound: there is no model in it.
@@ -44,7 +45,7 @@ def read_accelerate(folder: Path, kind: str, base: Path | None = None) -> Foreig
     """
     foreign = Foreign(kind, folder)
     foreign.rng = [_generators(path, rank) for rank, path in enumerate(_rng_files(folder))]
-    foreign.models = list(_models(folder, base))
+    foreign.models = list(_models(folder, base, alone))
     if not foreign.models:
         raise CheckpointNotFound(
             f"{folder} holds no model that is read: neither model.safetensors, pytorch_model.bin, pytorch_model_fsdp.bin nor "
@@ -88,7 +89,7 @@ def _numbered(folder: Path, stem: str, suffixes: tuple[str, ...]) -> Iterator[Pa
         yield found[0]
 
 
-def _models(folder: Path, base: Path | None) -> Iterator[ForeignModel]:
+def _models(folder: Path, base: Path | None, alone: bool) -> Iterator[ForeignModel]:
     for i in range(1 << 20):
         number = f"_{i}" if i else ""
         sharded = folder / f"pytorch_model_fsdp_{i}"
@@ -99,7 +100,7 @@ def _models(folder: Path, base: Path | None) -> Iterator[ForeignModel]:
         elif files := _rank_files(folder, f"pytorch_model_fsdp_{i}") or _rank_files(folder, f"pytorch_model_fsdp{number}"):
             yield merge_model(files)
         elif i == 0 and (adapter := next((f for n in ADAPTER_FILES if (f := folder / n).is_file()), None)) is not None:
-            yield adapter_of(adapter, base)
+            yield adapter_of(adapter, base, alone)
         elif i == 0 and any(folder.glob("*model*.index.json")):
             yield weights_of_folder(folder)
         else:

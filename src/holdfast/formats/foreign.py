@@ -78,12 +78,14 @@ class Source:
 class ForeignModel:
     """Tensors by clean name; `aliases` maps further names of a tied tensor to the one that it is stored under.
 
-    `ordered`: the names stand in the model's own order, as a state dict has them, and not in that of a file format.
+    `ordered`: the names stand in the model's own order, as a state dict has them, and not in that of a file format. `partial`: it is an
+    adapter, without the model below it.
     """
 
     tensors: dict[str, Source]
     aliases: dict[str, str] = field(default_factory=dict)
     ordered: bool = False
+    partial: bool = False
 
 
 @dataclass

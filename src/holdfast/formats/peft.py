@@ -20,13 +20,13 @@ WRAPPER = "base_model.model."
 _LORA = re.compile(r"(.*\.(?:lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector))(\.weight)?")
 
 
-def adapter_of(path: Path, base: Path | None, adapter: str = "default") -> ForeignModel:
-    """The whole PEFT model: the adapter at `path` in the pretrained model `base`.
+def adapter_of(path: Path, base: Path | None, alone: bool = False, adapter: str = "default") -> ForeignModel:
+    """The whole PEFT model: the adapter at `path` in the pretrained model `base`; or the adapter `alone`, of a `partial` model.
 
     Raises:
-        UsageError: there is no `base`.
+        UsageError: there is no `base`, and the adapter alone is not wanted.
     """
-    if base is None:
+    if base is None and not alone:
         raise UsageError(
             f"{path} is an adapter without its base model: give the pretrained folder that it was trained on, with --base FOLDER"
         )
@@ -39,6 +39,9 @@ def adapter_of(path: Path, base: Path | None, adapter: str = "default") -> Forei
             model.tensors[f"{found[1]}.{adapter}{found[2] or ''}"] = source
         else:
             model.tensors[name] = source
+    if base is None:
+        model.partial = True
+        return model
     for name, source in weights_of_folder(base).tensors.items():
         module, _, leaf = (WRAPPER + name).rpartition(".")
         full = f"{module}.base_layer.{leaf}" if module in wrapped else f"{module}.{leaf}"

@@ -13,8 +13,9 @@ from holdfast.formats.weights import weights_of_folder
 from holdfast.storage import LocalFolder
 
 
-def read_foreign(folder: Path, base: Path | None = None) -> Foreign:
-    """Everything that is read of the checkpoint in `folder`; `base` is the pretrained model below an adapter.
+def read_foreign(folder: Path, base: Path | None = None, alone: bool = False) -> Foreign:
+    """Everything that is read of the checkpoint in `folder`; `base` is the pretrained model below an adapter, unless it is wanted
+    `alone`.
 
     Raises:
         CheckpointNotFound: there is none, or none of a kind that is known.
@@ -28,7 +29,7 @@ def read_foreign(folder: Path, base: Path | None = None) -> Foreign:
     if kind == NATIVE:
         raise UsageError(f"{folder} is a Holdfast checkpoint already: resume from it as it is")
     if kind in (ACCELERATE, TRAINER):
-        return read_accelerate(folder, kind, base)
+        return read_accelerate(folder, kind, base, alone)
     if kind == DCP:
         return read_dcp(folder)
     if kind == WEIGHTS:
