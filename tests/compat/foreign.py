@@ -380,3 +380,55 @@ def load_two_models(folder: Path) -> list[dict[str, Any]]:
     prepared = accelerator.prepare(*models, *[optimizer_of(model) for model in models])
     accelerator.load_state(str(folder))
     return [snapshot(model, optimizer.optimizer) for model, optimizer in zip(prepared[:2], prepared[2:], strict=True)]
+
+
+def write_matrix(folder: Path, form: str) -> None:
+    """A matrix of 8 MiB, as a DCP folder or in a safetensors file."""
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import save_file
+
+    model = matrix()
+    if form == "dcp":
+        dcp.save({"model": model.state_dict(), "step": 1}, checkpoint_id=folder)
+    else:
+        weight = model.weight.full_tensor()  # type: ignore[union-attr,operator]
+        if dist.get_rank() == 0:
+            folder.mkdir()
+            save_file({"weight": weight}, folder / "model.safetensors")
+
+
+def matrix() -> nn.Linear:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Linear(1024, 2048, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
+
+
+def read_matrix(folder: Path) -> tuple[int, int, bool]:
+    """Resume from it: bytes read, bytes held, and whether they are those that were written."""
+    import holdfast
+    from holdfast.storage import LocalFolder
+
+    model = matrix()
+    local: torch.Tensor = model.weight.to_local()  # type: ignore[operator]
+    expected = local.clone()
+    with torch.no_grad():
+        local.zero_()
+    read = 0
+    original = LocalFolder.read_into
+
+    def counted(storage: LocalFolder, path: str, offset: int, target: memoryview) -> None:
+        nonlocal read
+        read += len(target)
+        original(storage, path, offset, target)
+
+    with holdfast.Checkpointer(folder.parent / "out", model=model) as checkpointer:
+        LocalFolder.read_into = counted  # type: ignore[method-assign]
+        try:
+            checkpointer.resume(folder)
+        finally:
+            LocalFolder.read_into = original  # type: ignore[method-assign]
+    return read, local.nbytes, torch.equal(local, expected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
-import shutil
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,31 +33,14 @@ FORMS = [("1", "FULL_STATE_DICT"), ("1", "SHARDED_STATE_DICT")]
 FORMS += [("2", "FULL_STATE_DICT"), ("2", "SHARDED_STATE_DICT"), ("2", "PER_RANK")]
 
 
-@pytest.mark.parametrize(("version", "form"), FORMS)
-def test_accelerate_under_fsdp(pool: RankPool, tmp_path: Path, version: str, form: str) -> None:
-    """On the same ranks everything goes on where it stood, the generators too; on others all but theirs."""
-    written: list[State] = pool.run(foreign.write_accelerate, 2, tmp_path / "foreign", version, form)
-    assert recognise(LocalFolder(tmp_path), "foreign") == ACCELERATE
-    imported = import_checkpoint(tmp_path / "foreign", tmp_path / "out")
-    assert (imported.step, imported.ranks, imported.left_out) == (3, 2, [])
-    same: list[State] = pool.run(foreign.resume, 2, tmp_path / "out", f"fsdp{version}")
-    for rank in (0, 1):
-        assert same[rank].begun_at == 3
-        assert same[rank].draws == written[rank].draws
-        assert same[rank].lr == written[rank].lr
-        assert_equal(same[rank].tensors, written[0].tensors)
-    shutil.rmtree(tmp_path / "out/checkpoint-4")
-    others: list[State] = pool.run(foreign.resume, 1 if version == "1" else 3, tmp_path / "out")
-    assert_equal(others[0].tensors, written[0].tensors)
-
-
 @pytest.mark.parametrize(("version", "form"), [*FORMS, ("", "bin")])
-def test_accelerate_resumes_as_it_is(pool: RankPool, tmp_path: Path, version: str, form: str) -> None:
-    """Nothing is imported: each rank reads what it needs. On the same ranks the generators go on, too, on others all but theirs.
+def test_accelerate_imported_and_as_it_is(pool: RankPool, tmp_path: Path, version: str, form: str) -> None:
+    """On the same ranks everything goes on where it stood, the generators too; on others all but theirs.
 
     A FULL checkpoint of FSDP1 was written without sync_module_states, which nobody needs here.
     """
     written: list[State] = pool.run(foreign.write_accelerate, 2, tmp_path / "foreign", version, form, safe=form != "bin")
+    assert recognise(LocalFolder(tmp_path), "foreign") == ACCELERATE
     same: list[State] = pool.run(foreign.resume, 2, tmp_path / "a", f"fsdp{version}" if version else "ddp", path=tmp_path / "foreign")
     for rank in (0, 1):
         assert (same[rank].begun_at, same[rank].lr) == (3, written[rank].lr)
@@ -66,12 +49,21 @@ def test_accelerate_resumes_as_it_is(pool: RankPool, tmp_path: Path, version: st
     assert recognise(LocalFolder(tmp_path / "a"), "checkpoint-4") == NATIVE  # and goes on as one of our own
     for state in pool.run(foreign.resume, 3, tmp_path / "b", "fsdp1-flat" if version else "fsdp2", path=tmp_path / "foreign"):
         assert_equal(state.tensors, written[0].tensors)
+    imported = import_checkpoint(tmp_path / "foreign", tmp_path / "out")
+    assert (imported.step, imported.ranks, imported.left_out) == (3, 2, [])
+    (one,) = pool.run(foreign.resume, 1, tmp_path / "out")
+    assert one.draws == written[0].draws
+    assert_equal(one.tensors, written[0].tensors)
 
 
-def test_files_per_rank_of_fsdp1_are_refused(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(foreign.write_accelerate, 2, tmp_path / "foreign", "1", "PER_RANK")
+@pytest.mark.parametrize("form", ["PER_RANK", "LOCAL_STATE_DICT"])
+def test_files_per_rank_of_fsdp1_are_refused(pool: RankPool, tmp_path: Path, form: str) -> None:
+    """They hold a class whose unpickling runs code and asks the other ranks: told with the file, on every rank, nothing touched."""
+    pool.run(foreign.write_accelerate, 2, tmp_path / "foreign", "1", form)
     with pytest.raises(IncompatibleCheckpoint, match=r"rank0\.bin is refused.*ShardedTensor"):
         import_checkpoint(tmp_path / "foreign", tmp_path / "out")
+    for error in pool.run(foreign.resume, 2, tmp_path / "out", "fsdp1", path=tmp_path / "foreign", fails=True):
+        assert re.search(r"IncompatibleCheckpoint: .*rank0\.bin is refused.*ShardedTensor", error)
 
 
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
@@ -129,7 +121,11 @@ def test_dcp(pool: RankPool, tmp_path: Path, flattened: bool) -> None:
     assert recognise(LocalFolder(tmp_path), "foreign") == DCP
     imported = import_checkpoint(tmp_path / "foreign", tmp_path / "out", step=3 if flattened else None)
     assert imported.step == 3
-    for result in pool.run(foreign.resume, 3, tmp_path / "out", "fsdp2", False):
+    results = pool.run(foreign.resume, 3, tmp_path / "out", "fsdp2", False)
+    if not flattened:  # which holds no step
+        results += pool.run(foreign.resume, 3, tmp_path / "new", "fsdp1", True, tmp_path / "foreign")
+        assert [r.lr for r in results[3:]] == [[1e-2]] * 3  # there is no scheduler in it: the one here stays as it is
+    for result in results:
         assert_equal(result.tensors, written[0].tensors)
 
 
@@ -143,13 +139,28 @@ def test_trainer(llama_folder: Path, tmp_path: Path) -> None:
     assert cli.main(["import", str(folder), str(tmp_path / "out"), *position]) == 0
     fresh = llama_trainer(llama_folder, tmp_path / "fresh")
     fresh.create_optimizer_and_scheduler(3)
-    loader = holdfast.DataLoader(list(range(9)), batch_size=2, seed=7)
     state: dict[str, Any] = {}
+    with holdfast.Checkpointer(
+        tmp_path / "new", model=fresh.model, optimizer=fresh.optimizer, lr_scheduler=fresh.lr_scheduler, extra={"trainer_state": state},
+    ) as checkpointer:  # fmt: skip
+        assert checkpointer.resume(folder) == 2
+    assert_as_the_trainer(fresh, trainer, folder)
+    assert state["global_step"] == 2
+    fresh = llama_trainer(llama_folder, tmp_path / "fresh")
+    fresh.create_optimizer_and_scheduler(3)
+    loader = holdfast.DataLoader(list(range(9)), batch_size=2, seed=7)
+    state = {}
     with holdfast.Checkpointer(
         tmp_path / "out", model=fresh.model, optimizer=fresh.optimizer, lr_scheduler=fresh.lr_scheduler,
         dataloader=loader, extra={"trainer_state": state},
     ) as checkpointer:  # fmt: skip
         assert checkpointer.resume() == 2
+    assert_as_the_trainer(fresh, trainer, folder)
+    assert loader.samples_seen == 4
+    assert state["global_step"] == 2
+
+
+def assert_as_the_trainer(fresh: Any, trainer: Any, folder: Path) -> None:
     assert_equal(fresh.model.state_dict(), trainer.model.state_dict())
     for p, q in zip(fresh.model.parameters(), trainer.model.parameters(), strict=True):
         assert_equal(fresh.optimizer.state[p], trainer.optimizer.optimizer.state[q])
@@ -157,8 +168,6 @@ def test_trainer(llama_folder: Path, tmp_path: Path) -> None:
     saved = torch.load(folder / "rng_state.pth", weights_only=False)
     assert torch.equal(torch.get_rng_state(), saved["cpu"])
     assert random.getstate() == saved["python"]
-    assert loader.samples_seen == 4
-    assert state["global_step"] == 2
 
 
 def llama_trainer(llama_folder: Path, output: Path, adapter: bool = False) -> Any:
@@ -185,10 +194,15 @@ def test_trainer_with_an_adapter(llama_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "trainer/checkpoint-2"
     assert cli.main(["import", str(folder), str(tmp_path / "out")]) == 2
     assert cli.main(["import", str(folder), str(tmp_path / "out"), "--base", str(llama_folder)]) == 0
-    fresh = llama_trainer(llama_folder, tmp_path / "fresh", adapter=True)
-    fresh.create_optimizer_and_scheduler(3)
-    with holdfast.Checkpointer(tmp_path / "out", model=fresh.model, optimizer=fresh.optimizer) as checkpointer:
-        assert checkpointer.resume() == 2
+    for where, path in (("out", None), ("new", folder)):  # as it is, it needs no base: the live model has it
+        fresh = llama_trainer(llama_folder, tmp_path / "fresh", adapter=True)
+        fresh.create_optimizer_and_scheduler(3)
+        with holdfast.Checkpointer(tmp_path / where, model=fresh.model, optimizer=fresh.optimizer) as checkpointer:
+            assert checkpointer.resume(path) == 2
+        assert_as_trained_with_adapter(fresh, trainer)
+
+
+def assert_as_trained_with_adapter(fresh: Any, trainer: Any) -> None:
     assert_equal(fresh.model.state_dict(), trainer.model.state_dict())
     for p, q in zip(fresh.model.parameters(), trainer.model.parameters(), strict=True):
         assert p.dtype == q.dtype
@@ -217,12 +231,17 @@ def test_hugging_face_weights_in_several_files(llama_folder: Path, tmp_path: Pat
     assert imported.step == 0
     assert recognise(LocalFolder(tmp_path / "out"), "checkpoint-0") == NATIVE
     expected = {name: t.clone() for name, t in model.state_dict().items()}
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-    with holdfast.Checkpointer(tmp_path / "out", model=model) as checkpointer:
-        assert checkpointer.resume() == 0
-    assert_equal(model.state_dict(), expected)
+    for where, path in (("out", None), ("new", tmp_path / "weights")):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        optimizer = torch.optim.AdamW(model.parameters())  # which begins anew
+        with holdfast.Checkpointer(tmp_path / where, model=model, optimizer=optimizer if path else None) as checkpointer:
+            assert checkpointer.resume(path) == 0
+        assert_equal(model.state_dict(), expected)
+    message = r"float32 there and torch\.bfloat16 here.*load_pretrained"
+    with holdfast.Checkpointer(tmp_path / "half", model=model.bfloat16()) as half, pytest.raises(IncompatibleCheckpoint, match=message):
+        half.resume(tmp_path / "weights")
 
 
 class Evil:
@@ -290,10 +309,22 @@ def test_a_damaged_dcp_folder_is_refused(pool: RankPool, tmp_path: Path) -> None
     first.write_bytes(first.read_bytes()[:2000])
     with pytest.raises(CorruptCheckpoint, match="cut short"):
         import_checkpoint(tmp_path / "foreign", tmp_path / "out")
+    for error in pool.run(foreign.resume, 2, tmp_path / "new", path=tmp_path / "foreign", fails=True):
+        assert re.search(rf"CorruptCheckpoint: .*{first.name} is cut short.*", error)  # though rank 1 needs nothing of it
     first.unlink()
     with pytest.raises(CorruptCheckpoint, match="missing"):
         import_checkpoint(tmp_path / "foreign", tmp_path / "out")
     assert not list(tmp_path.glob("out/*"))
+
+
+@pytest.mark.parametrize("form", ["dcp", "safetensors"])
+def test_a_rank_reads_its_own_part_only(pool: RankPool, tmp_path: Path, form: str) -> None:
+    """Of 8 MiB in one matrix, written by 2 ranks, each of 3 reads a third, and pages and descriptions beside it."""
+    pool.run(foreign.write_matrix, 2, tmp_path / "foreign", form)
+    for rank, (read, held, equal) in enumerate(pool.run(foreign.read_matrix, 3, tmp_path / "foreign")):
+        assert equal, rank
+        assert held > 2 << 20
+        assert held <= read < held + (64 << 10)
 
 
 def test_exporting_a_foreign_checkpoint_says_to_import_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
