@@ -43,6 +43,9 @@ def test_a_lora_is_killed_resumed_exported_and_seen(pool: RankPool, flux_folder,
     for name, tensor in exported.items():
         path, _, matrix = name.removeprefix("transformer.").removesuffix(".weight").rpartition(".")
         assert torch.equal(tensor, read_whole(checkpoint, f"model.{path}.{matrix}.default.weight")), name
+    written = [name for path in (tmp_path / f"killed/checkpoint-{STEPS}").glob("*.safetensors") for name in load_file(path)]
+    assert written
+    assert {name for name in written if ".lora_" not in name} == {"holdfast.state"}  # the adapter and its optimizer, and not the base
     with safe_open(tmp_path / "killed" / LORA, "pt") as file:
         described = json.loads(file.metadata()["lora_adapter_metadata"])
     assert (described["transformer.r"], described["transformer.lora_alpha"]) == (3, 6)

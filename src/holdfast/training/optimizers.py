@@ -21,11 +21,13 @@ def make_optimizer(config: DiffusionConfig, models: Mapping[str, nn.Module], wor
         {"params": [p for p in model.parameters() if p.requires_grad], **group_flags(config, part, world_size)}
         for part, model in models.items()
     ]
+    defaults = group_flags(config, "", world_size)  # the polynomial schedule looks at them
     if config.is_prodigy:
         from holdfast.training.prodigy import Prodigy
 
         return Prodigy(
             groups,
+            **defaults,
             beta3=config.prodigy_beta3,
             decouple=config.prodigy_decouple,
             use_bias_correction=config.prodigy_use_bias_correction,
@@ -33,9 +35,9 @@ def make_optimizer(config: DiffusionConfig, models: Mapping[str, nn.Module], wor
         )
     if config.use_8bit_adam:
         bitsandbytes: Any = import_module("bitsandbytes")
-        optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(groups)
+        optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(groups, **defaults)
         return optimizer
-    return torch.optim.AdamW(groups)
+    return torch.optim.AdamW(groups, **defaults)
 
 
 def group_flags(config: DiffusionConfig, part: str, world_size: int) -> dict[str, Any]:

@@ -82,6 +82,8 @@ class OptimizerFlags(Flags):
         for name in ("learning_rate", "adam_epsilon"):
             if not 0 < getattr(self, name) < float("inf"):
                 yield f"--{name} is {getattr(self, name)}; it has to be above 0."
+        if self.lr_scheduler == "polynomial" and self.learning_rate <= 1e-7:
+            yield f"--learning_rate is {self.learning_rate}; polynomial ends at 1e-7 and needs a higher one."
         for name in ("adam_beta1", "adam_beta2", "prodigy_beta3"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
