@@ -76,6 +76,7 @@ class Attached:
         for model in sharded:
             self._watched.add(id(model))
             self.forwards.watch(model)
+            handover.name_as_before(model)
             for module in (model, unwrap(model)):
                 self._keep_in_place(module)
         if sharded:
@@ -89,6 +90,8 @@ class Attached:
         kind = type(loader)
 
         def batches(this: Any) -> Any:
+            if self.presence is not None and all(m.training for m in self.accelerator._models):
+                self.presence.mark()
             generators, self._generators = self._generators, None
             for batch in kind.__iter__(this):
                 if generators is not None:
@@ -227,9 +230,7 @@ class Attached:
 
     def whole(self, module: nn.Module) -> dict[str, Any] | None:
         """The full state dict of a sharded module that was prepared, or of one inside; None for any other."""
-        if self.checkpointer is None or not handover.is_sharded(module):
-            return None
-        found = handover.find(self.models, module)
+        found = self._place(module)
         if found is None:
             return None
         state = self.hand_over.state_dict(*found, self.counters.steps)
@@ -237,7 +238,12 @@ class Attached:
         return state if dtype is None else Sized(state, dtype)
 
     def owns(self, module: Any) -> bool:
-        return isinstance(module, nn.Module) and self.checkpointer is not None and handover.find(self.models, module) is not None
+        """Whether `module` is a sharded model that was prepared, or in one."""
+        return isinstance(module, nn.Module) and self._place(module) is not None
+
+    def _place(self, module: nn.Module) -> tuple[str, str] | None:
+        found = handover.find(self.models, module) if self.checkpointer is not None else None
+        return found if found is not None and handover.is_sharded(self.models[found[0]]) else None
 
     # -- the end
 

@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from holdfast.integrations import handover, replacements
 from holdfast.integrations.accelerate import LEFT_ALONE, Attached, attached_to
 from holdfast.integrations.lone_forward import ForwardSkipped
@@ -81,7 +79,7 @@ def _load_state(original: Any, self: Any, input_dir: Any = None, *args: Any, **k
 
 def _get_state_dict(original: Any, self: Any, model: Any, unwrap: bool = True) -> Any:
     attached = attached_to(self)
-    if attached is None or not handover.is_sharded(model) or not attached.owns(model):
+    if attached is None or not attached.owns(model):
         return original(self, model, unwrap)
     if attached.hooks.running:
         raise Touched("it wants the whole weights of a sharded model")
@@ -121,8 +119,6 @@ def _step(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _owner(module: Any) -> Attached | None:
-    if not isinstance(module, nn.Module) or not handover.is_sharded(module):
-        return None
     return next((a for a in everybody if a.owns(module)), None)
 
 
@@ -140,9 +136,14 @@ def _save_pretrained(original: Any, self: Any, save_directory: Any, *args: Any, 
 
 def _peft_state_dict(original: Any, model: Any, state_dict: Any = None, *args: Any, **kwargs: Any) -> Any:
     attached = _owner(model)
-    if attached is not None and state_dict is None and "state_dict" not in model.__dict__:
-        state_dict = attached.whole(model)
-    return original(model, state_dict, *args, **kwargs)
+    if attached is None:
+        return original(model, state_dict, *args, **kwargs)
+    if state_dict is None:
+        state_dict = model.state_dict() if "state_dict" in model.__dict__ else attached.whole(model)
+    # peft looks for its layers by the names that they have now, between FSDP1's wrappers.
+    names = handover.names_between_wrappers(model)
+    found = original(model, {names(k): v for k, v in state_dict.items()}, *args, **kwargs)
+    return {handover.clean(k): v for k, v in found.items()}
 
 
 def _register_modules(original: Any, self: Any, **kwargs: Any) -> Any:

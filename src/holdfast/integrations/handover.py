@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.checkpointer import Checkpointer
 from holdfast.engine.export_weights import choose_weights
 from holdfast.engine.extract import stream
-from holdfast.engine.names import clean_modules
+from holdfast.engine.names import clean_modules, unwrap
 from holdfast.engine.service import Save
 from holdfast.errors import DeadlineExceeded
 from holdfast.formats.safetensors_out import write_file
@@ -40,6 +40,14 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(m, FullyShardedDataParallel | FSDPModule) for m in model.modules())
 
 
+def name_as_before(model: nn.Module) -> None:
+    """Give the class that FSDP2 has made of a model's the name of the model's own: libraries write it into their configs."""
+    kind = type(unwrap(model))
+    if issubclass(kind, FSDPModule):
+        own = kind.__mro__[2]  # FSDP2's class has FSDPModule and the model's own as bases
+        kind.__name__, kind.__qualname__, kind.__module__ = own.__name__, own.__qualname__, own.__module__
+
+
 def find(models: dict[str, nn.Module], module: nn.Module) -> tuple[str, str] | None:
     """Which registered model `module` is or is in: its key, and the clean name of the place."""
     for key, model in models.items():
@@ -47,6 +55,26 @@ def find(models: dict[str, nn.Module], module: nn.Module) -> tuple[str, str] | N
             if inner is module:
                 return key, name
     return None
+
+
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+def clean(name: str) -> str:
+    """A name without the wrappers in it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def names_between_wrappers(model: nn.Module) -> Callable[[str], str]:
+    """From a tensor's clean name to the one that it has among the wrappers that are in `model` now."""
+    inside = {clean(name): name for name, _ in model.named_modules()}  # of a wrapper and what it wraps, the inner one
+
+    def name_now(name: str) -> str:
+        module, _, leaf = name.rpartition(".")
+        place = inside.get(module, module)
+        return f"{place}.{leaf}" if place else leaf
+
+    return name_now
 
 
 class HandOver:

@@ -86,7 +86,7 @@ class LoneForwards:
         if self._depth > 1 or self.presence is None:
             return
         if module.training and torch.is_grad_enabled():
-            self.presence.forwards += 1
+            self.presence.forward()
         elif not self.presence.together():
             self._depth = 0  # what raises in a pre-hook comes to no post-hook
             self._skip(module)

@@ -1,9 +1,9 @@
 """Where the ranks of a script are: in a barrier, in a training forward, in a forward that only some of them make.
 
 A rank that is about to run a sharded model outside its training steps asks whether the others come there, too, before the first
-collective. Every rank counts its training forwards and its barriers as it enters them; ranks of one program count alike. So
-another rank that has counted further has passed by, one that has ended will not come, and one that asks at the same counts is
-there. One that has counted less is still on its way, and is waited for.
+collective. Every rank counts its training forwards as it enters them, and since the last one its barriers and its new rounds through a
+loader; ranks of one program count alike. So another rank that has counted further has passed by, one that has ended will not come,
+and one that asks at the same counts is there. One that has counted less is still on its way, and is waited for.
 
 The answers travel through the store, by a thread that looks twenty times a second and publishes this rank's counts only while
 somebody asks. The first that knows decides for all (compare-and-set), so that no rank goes on alone.
@@ -32,7 +32,7 @@ SILENCE = 120.0
 """Seconds without a heartbeat after which a rank is not waited for in a barrier any more."""
 
 Counts = tuple[int, int]
-"""Training forwards and barriers entered."""
+"""Training forwards entered, and since then barriers and rounds through loaders."""
 
 
 class Presence:
@@ -41,7 +41,7 @@ class Presence:
     def __init__(self, ask_store: Store, tell_store: Store, rank: int, world_size: int) -> None:
         self._ask, self._tell = ask_store, tell_store
         self.rank, self.world_size = rank, world_size
-        self.forwards = self.barriers = 0
+        self._forwards = self._marks = self._barriers = 0
         self._arrived: Counts | None = None
         self._ended = False
         self._decided: dict[Counts, bool] = {}
@@ -51,7 +51,16 @@ class Presence:
 
     @property
     def counts(self) -> Counts:
-        return self.forwards, self.barriers
+        return self._forwards, self._marks
+
+    def forward(self) -> None:
+        """A training forward begins."""
+        self._forwards += 1
+        self._marks = 0
+
+    def mark(self) -> None:
+        """Something else begins that all ranks do, between two training forwards."""
+        self._marks += 1
 
     def end(self) -> None:
         """This rank makes no further forward."""
@@ -94,8 +103,9 @@ class Presence:
 
     def barrier(self) -> None:
         """Until all ranks have come to as many barriers; a rank whose heart has stopped is not waited for."""
-        self.barriers += 1
-        number = self.barriers
+        self.mark()
+        self._barriers += 1
+        number = self._barriers
         self._ask.publish(f"script/barrier/{number}/{self.rank}", b"1")
         missing = set(range(self.world_size)) - {self.rank}
         beats: dict[int, bytes | None] = {}
@@ -127,4 +137,4 @@ def _gone(counts: Counts, other: dict[str, Any] | None) -> bool:
     """Whether a rank that says so of itself will not come to a forward at `counts`."""
     if other is None:
         return False
-    return bool(other["ended"]) or any(theirs > mine for theirs, mine in zip(other["counts"], counts, strict=True))
+    return bool(other["ended"]) or tuple(other["counts"]) > counts
