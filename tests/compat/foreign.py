@@ -143,9 +143,10 @@ def keep_on_device() -> None:
 
     original = FSDP.state_dict_type
 
-    def state_dict_type(module: Any, state_dict_type: Any, state_dict_config: Any, optim_state_dict_config: Any) -> Any:
-        state_dict_config.offload_to_cpu = optim_state_dict_config.offload_to_cpu = False
-        return original(module, state_dict_type, state_dict_config, optim_state_dict_config)
+    def state_dict_type(module: Any, state_dict_type: Any, *configs: Any, **named: Any) -> Any:
+        for config in (*configs, *named.values()):
+            config.offload_to_cpu = False
+        return original(module, state_dict_type, *configs, **named)
 
     FSDP.state_dict_type = staticmethod(state_dict_type)
 
@@ -432,3 +433,71 @@ def read_matrix(folder: Path) -> tuple[int, int, bool]:
         finally:
             LocalFolder.read_into = original  # type: ignore[method-assign]
     return read, local.nbytes, torch.equal(local, expected)
+
+
+def fsdp_trainer(llama_folder: Path, output: Path, version: str, form: str) -> Any:
+    """The transformers Trainer under FSDP on CPU ranks, configured as `accelerate launch` or its own arguments do it."""
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    from holdfast.integrations import cpu_ranks
+
+    os.environ.update(ACCELERATE_USE_CPU="true", FSDP_STATE_DICT_TYPE=form)
+    cpu_ranks.enable()
+    config = {
+        "version": int(version), "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "state_dict_type": form,
+        "use_orig_params": True,
+    }  # fmt: skip
+    arguments = TrainingArguments(
+        str(output), max_steps=2, save_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to=[], disable_tqdm=True,
+        learning_rate=1e-2, weight_decay=0.1, fsdp="full_shard auto_wrap", fsdp_config=config,
+    )  # fmt: skip
+    rows = [{"input_ids": torch.arange(3 + i, 11 + i), "labels": torch.arange(3 + i, 11 + i)} for i in range(9)]
+    return Trainer(AutoModelForCausalLM.from_pretrained(llama_folder), arguments, train_dataset=rows)
+
+
+def write_trainer(llama_folder: Path, output: Path, version: str, form: str) -> State:
+    """Two steps; the Trainer saves by itself."""
+    if version == "1" and form == "FULL_STATE_DICT":
+        keep_on_device()
+    trainer = fsdp_trainer(llama_folder, output, version, form)
+    trainer.train()
+    assert trainer.is_fsdp_enabled
+    state = gathered(trainer.accelerator, trainer.model_wrapped, trainer.optimizer)
+    return State(state, draws(), trainer.lr_scheduler.get_last_lr())
+
+
+def resume_trainer(llama_folder: Path, folder: Path, sharding: str) -> tuple[State, int]:
+    """The same model and optimizer without the Trainer, under Holdfast; also the step that the Trainer's own state speaks of."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM, Trainer, get_linear_schedule_with_warmup
+
+    import holdfast
+
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(llama_folder)
+    decayed = set(Trainer.get_decay_parameter_names(None, model))
+    if sharding == "fsdp1":
+        for i, layer in enumerate(model.model.layers):
+            model.model.layers[i] = FSDP(layer, use_orig_params=True, device_id=torch.device("cpu"))
+        model = FSDP(model, use_orig_params=True, device_id=torch.device("cpu"))
+    else:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    named = [(name.replace("_fsdp_wrapped_module.", ""), p) for name, p in model.named_parameters()]
+    with torch.no_grad():
+        for _, p in named:
+            p.fill_(7)
+    groups = [{"params": [p for n, p in named if (n in decayed) is yes]} for yes in (True, False)]
+    optimizer = torch.optim.AdamW(groups)
+    scheduler = get_linear_schedule_with_warmup(optimizer, 0, 2)
+    told: dict[str, Any] = {}
+    extra = {"trainer_state": told}
+    with holdfast.Checkpointer(folder.parent / "own", model=model, optimizer=optimizer, lr_scheduler=scheduler, extra=extra) as own:
+        begun_at = own.resume(folder)
+    drawn = draws()
+    state = whole_fsdp1(model, optimizer) if sharding == "fsdp1" else snapshot(model, optimizer)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    return State(state, drawn, scheduler.get_last_lr(), begun_at), told["global_step"]

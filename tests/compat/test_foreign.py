@@ -187,6 +187,21 @@ def llama_trainer(llama_folder: Path, output: Path, adapter: bool = False) -> An
     return Trainer(model, arguments, train_dataset=rows)
 
 
+@pytest.mark.parametrize(("version", "form"), FORMS[:4])
+def test_trainer_under_fsdp(pool: RankPool, llama_folder: Path, tmp_path: Path, version: str, form: str) -> None:
+    """What the Trainer itself has saved goes on as it is: on its ranks with its generators, and under other shardings."""
+    written: list[State] = pool.run(foreign.write_trainer, 2, llama_folder, tmp_path / "trainer", version, form)
+    folder = tmp_path / "trainer/checkpoint-2"
+    assert recognise(LocalFolder(folder.parent), folder.name) == TRAINER
+    same: list[tuple[State, int]] = pool.run(foreign.resume_trainer, 2, llama_folder, folder, f"fsdp{version}")
+    for rank, (state, global_step) in enumerate(same):
+        assert (state.begun_at, global_step, state.lr, state.draws) == (2, 2, written[0].lr, written[rank].draws)
+        assert_equal(state.tensors, written[0].tensors)
+    if (version, form) == ("1", "FULL_STATE_DICT"):
+        for state, _ in pool.run(foreign.resume_trainer, 3, llama_folder, folder, "fsdp2"):
+            assert_equal(state.tensors, written[0].tensors)
+
+
 def test_trainer_with_an_adapter(llama_folder: Path, tmp_path: Path) -> None:
     """The Trainer keeps the adapter alone; the weights below it come from the base."""
     trainer = llama_trainer(llama_folder, tmp_path / "trainer", adapter=True)

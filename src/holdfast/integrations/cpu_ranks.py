@@ -137,7 +137,7 @@ def _state_init(original: Any, state: Any, *args: Any, **kwargs: Any) -> None:
     import torch
 
     module: Any = import_module("accelerate.state")
-    first = not state.initialized
+    first = not state._shared_state or not state.initialized  # a PartialState may be there before (the Trainer makes one)
     original(state, *args, **kwargs)
     plugin = kwargs.get("fsdp_plugin")
     if not first or state.distributed_type != module.DistributedType.MULTI_CPU:
