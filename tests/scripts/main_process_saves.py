@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Denoiser(ModelMixin, ConfigMixin):
-    _no_split_modules = ["Block"]
+    _no_split_modules = ("Block",)
 
     @register_to_config
     def __init__(self, width=6, layers=2):
@@ -91,7 +91,8 @@ def main(args):
     def load_model_hook(models, input_dir):
         while models:
             models.pop()
-        accelerator.print(f"load hook: {open(os.path.join(input_dir, 'hook.txt')).read()}")
+        with open(os.path.join(input_dir, "hook.txt")) as file:
+            accelerator.print(f"load hook: {file.read()}")
 
     accelerator.register_save_state_pre_hook(save_model_hook)
     if args.gather_in_hook:

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from holdfast.core.manifest import MANIFEST_FILE
+from holdfast.core.manifest import MANIFEST_FILE, RANK_NAME
 from holdfast.engine import rng
 from holdfast.engine.checkpointer import Checkpointer
 from holdfast.engine.collect import bare_optimizer
@@ -30,7 +30,14 @@ from holdfast.engine.lease import Lease
 from holdfast.engine.names import unwrap
 from holdfast.engine.resume import survey, tidy
 from holdfast.engine.service import Save
-from holdfast.errors import CorruptCheckpoint, HoldfastError, SaveFailed, UsageError
+from holdfast.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    HoldfastError,
+    SaveFailed,
+    UsageError,
+)
 from holdfast.integrations import handover
 from holdfast.integrations.deletion import Guard
 from holdfast.integrations.lone_forward import LoneForwards
@@ -198,8 +205,8 @@ class Attached:
             raise UsageError("save_state() was called without a folder, and automatic_checkpoint_naming is off")
         path = Path(output_dir).absolute()
         path.mkdir(parents=True, exist_ok=True)
-        numbers = re.findall(r"\d+", path.name)
-        step = int(numbers[-1]) if numbers else self.counters.steps
+        numbered = _numbered(path)
+        step = int(re.findall(r"\d+", numbered.name)[-1]) if numbered is not None else self.counters.steps
         checkpointer.save(step, folder=self.storage.name_of(path))
         self.hooks.before_save(path)
         settings.iteration += 1
@@ -213,18 +220,22 @@ class Attached:
         self.hooks.before_load(path)
         try:
             checkpointer.resume(path)
-        except CorruptCheckpoint as error:
+        except (CorruptCheckpoint, CheckpointNotFound) as error:
             raise self._set_aside(path, error) from error
         self._resumed_from = path
         if not any(getattr(d, "use_stateful_dataloader", False) for d in self.accelerator._dataloaders):
             self._generators = rng.capture()
 
-    def _set_aside(self, path: Path, error: CorruptCheckpoint) -> HoldfastError:
-        """A damaged checkpoint gets a name that no script takes for one: the next start takes the one before."""
-        aside = path.with_name(f"damaged-{path.name}")
-        if self.accelerator.is_main_process and (path / MANIFEST_FILE).exists():
-            path.rename(aside)
-        return CorruptCheckpoint(f"{error.args[0]}. It is called {aside.name} now; start again to go on from the one before it")
+    def _set_aside(self, path: Path, error: CheckpointError) -> CheckpointError:
+        """A damaged or incomplete checkpoint gets a name that no script takes for one: the next start takes the one before."""
+        ours = any(RANK_NAME.fullmatch(name) or name == MANIFEST_FILE for name in self.storage.names(str(path)))
+        folder = _numbered(path)
+        if not ours or folder is None:
+            return error
+        aside = folder.with_name(f"unusable-{folder.name}")
+        if self.accelerator.is_main_process:
+            folder.rename(aside)
+        return CorruptCheckpoint(f"{error.args[0]}. {folder} is called {aside.name} now: start again to go on from the one before it")
 
     # -- whole weights
 
@@ -284,6 +295,11 @@ class Attached:
         self.forwards.close()
         if self.presence is not None:
             self.presence.close()
+
+
+def _numbered(path: Path) -> Path | None:
+    """The folder whose name says the step: the checkpoint's own, or the one that a script has put around it."""
+    return next((p for p in (path, path.parent) if re.search(r"\d", p.name)), None)
 
 
 def _single(objects: list[Any]) -> Any:

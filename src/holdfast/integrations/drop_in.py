@@ -172,7 +172,7 @@ def _survive(kind: type) -> None:
                 attached.forwards.left(f"a call of {kind.__name__} (a black picture stands for its result)")
                 return _black_picture()
 
-    kind.__call__ = surviving  # type: ignore[method-assign, assignment]
+    kind.__call__ = surviving  # type: ignore[method-assign]
     kind._holdfast = True  # type: ignore[attr-defined]
 
 

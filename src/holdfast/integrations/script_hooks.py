@@ -106,7 +106,7 @@ class _Untouchable(dict[str, Any]):
     def _refuse(self, *_: Any) -> Any:
         raise Touched("it reads the weights that it should only take out of the list")
 
-    __getitem__ = items = values = keys = __iter__ = get = _refuse  # type: ignore[assignment]
+    __getitem__ = items = values = keys = __iter__ = get = _refuse
 
 
 def _name(hook: Callable[..., Any]) -> str:

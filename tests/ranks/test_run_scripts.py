@@ -1,0 +1,110 @@
+"""Unmodified scripts under `holdfast run`: they save, validate and export on the main process only, are killed and go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from holdfast.engine.extract import open_checkpoint, read_whole
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+CONFIG = """\
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: {version}
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+mixed_precision: 'no'
+num_machines: 1
+num_processes: {ranks}
+use_cpu: true
+"""
+
+
+def run(folder: Path, script: str, *arguments: str, version: int = 2, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    (folder / "config.yaml").write_text(CONFIG.format(version=version, ranks=ranks))
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_", "MASTER_"))}
+    clean |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1", "HOLDFAST_CPU_FSDP": "1"}
+    command = [sys.executable, "-m", "holdfast", "launch", "--config_file", "config.yaml", "run", str(SCRIPTS / script), *arguments]
+    return subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, timeout=120)
+
+
+def losses(folder: Path, rank: int) -> dict[str, float]:
+    return dict(json.loads((folder / f"losses-{rank}.json").read_text()))
+
+
+@pytest.mark.parametrize(("version", "flags"), [(2, ["--state_dict", "--gather_in_hook"]), (1, ["--lora"])])
+def test_main_process_only(version: int, flags: list[str], tmp_path: Path) -> None:
+    """Saves on rank 0 alone, also at the last step and after deleting; a slow export on rank 0 alone; the same run after a kill."""
+    steps = ["--max_train_steps", "12", "--limit", "1", *flags]
+    alone = run(tmp_path, "main_process_saves.py", "--output_dir", "alone", "--slow", "2", *steps, version=version)
+    assert alone.returncode == 0, alone.stderr
+    assert "6 saves, 6 complete" in alone.stderr
+    assert "skipped log_validation() of main_process_saves.py" in alone.stderr
+    assert "validation:" not in alone.stdout
+    assert [d.name for d in (tmp_path / "alone").glob("checkpoint*")] == ["checkpoint-12"]
+    checkpoint = open_checkpoint(tmp_path / "alone" / "checkpoint-12")
+    assert (checkpoint.manifest.world_size, checkpoint.manifest.step) == (2, 12)
+    expected = {n.removeprefix("model."): read_whole(checkpoint, n) for n in checkpoint.tensors if n.startswith("model.")}
+    if "--lora" in flags:
+        found = load_file(tmp_path / "alone" / "adapter.safetensors")
+        expected = {n.replace(".default", ""): t for n, t in expected.items() if "lora_" in n}
+        assert len(found) == 8  # A and B of up and down in two blocks
+    else:
+        found = load_file(tmp_path / "alone" / "final" / "diffusion_pytorch_model.safetensors")
+        whole = torch.load(tmp_path / "alone" / "whole.pt", weights_only=True)
+        assert whole.keys() == expected.keys() and all(torch.equal(whole[n], t) for n, t in expected.items())
+        assert json.loads((tmp_path / "alone" / "final" / "config.json").read_text())["_class_name"] == "Denoiser"
+        assert "the save hook gathering_hook is left before its end: it wants the whole weights" in alone.stderr
+        assert not (tmp_path / "alone" / "checkpoint-12" / "gathered.pt").exists()
+    assert found.keys() == expected.keys() and all(torch.equal(found[n], t) for n, t in expected.items())
+    assert (tmp_path / "alone" / "checkpoint-12" / "hook.txt").read_text() == "1 models"
+
+    killed = run(tmp_path, "main_process_saves.py", "--output_dir", "again", "--kill_at", "7", "--kill_rank", "1", *steps, version=version)
+    assert killed.returncode != 0
+    assert open_checkpoint(tmp_path / "again").manifest.step == 6
+    resumed = run(tmp_path, "main_process_saves.py", "--output_dir", "again", "--resume_from_checkpoint", "latest", *steps, version=version)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "at step 6" in resumed.stderr
+    for rank in range(2):
+        before, after = losses(tmp_path / "alone", rank), losses(tmp_path / "again", rank)
+        assert after == {step: loss for step, loss in before.items() if int(step) > 6}
+        assert list(after) == [str(s) for s in range(7, 13)]
+    again = open_checkpoint(tmp_path / "again" / "checkpoint-12")
+    for name in checkpoint.tensors:
+        assert torch.equal(read_whole(checkpoint, name), read_whole(again, name)), name
+
+
+def test_all_ranks_save_and_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    """A flattened context x shard mesh with offload, ignored modules and adapters; a name of the script's own around the checkpoint."""
+    flags = ["--save_path", "out", "--cp", "2", "--lora"]
+    alone = run(tmp_path, "all_ranks_trainer.py", *flags, ranks=4)
+    assert alone.returncode == 0, alone.stderr
+    assert "3 saves, 3 complete" in alone.stderr
+    final = open_checkpoint(tmp_path / "out" / "final" / "accelerator")
+    adapter = torch.load(tmp_path / "out" / "final" / "adapter.pt", weights_only=True)
+    for name in ("adapter.lora_A.weight", "adapter.lora_B.weight"):
+        assert torch.equal(adapter[name], read_whole(final, f"model.{name}"))
+    expected = {name: read_whole(final, name) for name in final.tensors}
+
+    part = next((tmp_path / "out" / "step-4" / "accelerator").glob("rank-00002-*.safetensors"))
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    damaged = run(tmp_path, "all_ranks_trainer.py", *flags, "--resume", ranks=4)
+    assert damaged.returncode == 1
+    assert "is called unusable-step-4 now: start again" in damaged.stderr
+    assert "rank 2" in damaged.stderr
+    again = run(tmp_path, "all_ranks_trainer.py", *flags, "--resume", ranks=4)
+    assert again.returncode == 0, again.stderr
+    assert "resumed at 2" in again.stdout
+    final = open_checkpoint(tmp_path / "out" / "final" / "accelerator")
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, read_whole(final, name)), name
