@@ -28,6 +28,7 @@ from holdfast.engine.deadlines import Deadlines
 from holdfast.engine.firstbatch import become
 from holdfast.engine.lease import Lease
 from holdfast.engine.names import unwrap
+from holdfast.engine.registration import usable_folder
 from holdfast.engine.resume import survey, tidy
 from holdfast.engine.service import Save
 from holdfast.errors import (
@@ -135,7 +136,7 @@ class Attached:
             a = self.accelerator
             if not a._models or not a._optimizers:
                 raise UsageError("there is nothing to save yet: accelerator.prepare(model, optimizer) comes first")
-            self.storage = ScriptFolder(self._root())
+            self.storage = ScriptFolder(usable_folder(self._root()).root)
             self.storage.remove_folder(handover.FOLDER)
             loaders = [d for d in a._dataloaders if getattr(d, "use_stateful_dataloader", False)]
             custom = {f"custom{i}": o for i, o in enumerate(a._custom_objects)}
