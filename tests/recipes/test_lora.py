@@ -102,10 +102,10 @@ def test_a_lora_goes_on_with_the_same_state_on_other_ranks(pool: RankPool, flux_
             assert result["state"] == saved["state"], f"{ranks} ranks"
 
 
-@pytest.mark.parametrize("way", ["one process", "2 ranks FSDP1", "3 ranks FSDP2"])
+@pytest.mark.parametrize("way", ["2 ranks FSDP1", "2 ranks FSDP2"])
 def test_the_average_of_a_lora_is_exported(pool: RankPool, flux_folder, photo_folder, tmp_path, way):
-    environment = {"2 ranks FSDP1": fsdp1_environment(tmp_path), "3 ranks FSDP2": FSDP}.get(way, {})
-    ranks = 1 if way == "one process" else int(way[0])
+    environment = {"2 ranks FSDP1": fsdp1_environment(tmp_path), "2 ranks FSDP2": FSDP}[way]
+    ranks = 2
     more = {**FLAGS, "cpu_fsdp": bool(environment), "use_ema": True, "upcast_before_saving": True, "max_train_steps": EVERY}
     out = tmp_path / "out"
     pool.run(run, ranks, Job(flags_for(flux_folder, photo_folder, out, **more), environment))
