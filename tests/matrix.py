@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import holdfast
-from holdfast.engine.blocks import GROUP, WORKERS
+from holdfast.engine.blocks import BUFFER, WORKERS
 from holdfast.engine.names import named_state
 from holdfast.storage import LocalFolder
 from holdfast.testing.pool import RankFailure, RankPool
@@ -184,7 +184,7 @@ def main() -> int:
                     print(f"{name[0]:<14}> {name[1]:<14}{'DIFFERENT' if found else 'equal':<20}{figures}", flush=True)
                     wrong += [f"{optimizer}, {name[0]} > {name[1]}: {line}" for line in found]
                 shutil.rmtree(folder)
-    print(f"\n{pairs - len({w.partition(':')[0] for w in wrong})} of {pairs} pairs are equal. {WORKERS} readers have a buffer of {GROUP >> 20} MiB each.")
+    print(f"\n{pairs - len({w.partition(':')[0] for w in wrong})} of {pairs} pairs are equal. {WORKERS} readers have a buffer of {BUFFER >> 10} KiB each.")
     print("\n".join(wrong))
     return 1 if wrong else 0
 

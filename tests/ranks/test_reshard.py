@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast
 from holdfast.engine import restore
-from holdfast.engine.blocks import Part
+from holdfast.engine.blocks import BUFFER, Part
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.registration import register
 from holdfast.errors import IncompatibleCheckpoint, UnsupportedState
@@ -51,22 +51,22 @@ def test_pairs_are_equal(
     after = pool.run(matrix.load, loaded[1], tmp_path, loaded[0], optimizer)
     assert list(matrix.problems(before, after, same=saved == loaded)) == []
     for run in after:
-        assert run.extra < matrix.WORKERS * (matrix.GROUP + 2 * BLOCK)
+        assert run.extra < matrix.WORKERS * BLOCK
 
 
 # ------------------------------------------------------------------------------------------------- what is read
 
 
 class Noting(LocalFolder):
-    """A folder that notes which blocks of which file are read."""
+    """A folder that notes which quarters of which blocks of which file are read."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.blocks: Counter[tuple[str, int]] = Counter()
+        self.quarters: Counter[tuple[str, int]] = Counter()
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
         super().read_into(path, offset, target)
-        self.blocks.update((path, b) for b in range(offset // BLOCK, -(-(offset + len(target)) // BLOCK)))
+        self.quarters.update((path, q) for q in range(offset // BUFFER, -(-(offset + len(target)) // BUFFER)))
 
 
 def touched(path: str, part: Part) -> set[tuple[str, int]]:
@@ -83,14 +83,15 @@ def blocks_read(folder: Path, sharding: str, optimizer: str) -> tuple[int, list[
     model = jobs.build(sharding, matrix.WIDTH)
     opt = jobs.make_optimizer(optimizer, model)
     storage = Noting(folder)
-    plan = restore.match(Checkpoint(storage, "checkpoint-3"), register(model, opt, None, None, None, None))
-    storage.blocks.clear()  # headers and small state have been read
+    plan = restore.match(Checkpoint(storage, "checkpoint-3"), register(model, opt, None, None, None, None, None))
+    storage.quarters.clear()  # headers and small state have been read
     restore.read(plan)
     wanted: set[tuple[str, int]] = set()
     for rank, parts in plan.parts.items():
         wanted = wanted.union(*(touched(plan.checkpoint.file(rank).path, part) for part in parts))
-    vain = [f"{path}: block {b}" for path, b in storage.blocks.keys() - wanted]
-    return len(storage.blocks), vain + [f"{key} read {n} times" for key, n in storage.blocks.items() if n > 1]
+    blocks = {(path, q * BUFFER // BLOCK) for path, q in storage.quarters}
+    vain = [f"{path}: block {b}" for path, b in blocks - wanted]
+    return len(blocks), vain + [f"{key} read {n} times" for key, n in storage.quarters.items() if n > 1]
 
 
 @pytest.mark.parametrize(

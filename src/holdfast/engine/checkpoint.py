@@ -144,13 +144,15 @@ class Checkpoint:
         if rank not in self._headers:
             file = self.file(rank)
             what = f"{self.storage.describe()}/{file.path}"
-            head = bytearray(min(file.block_size, file.size))
-            file.read(0, memoryview(head))
-            length = header_length(bytes(head[:8]), file.size, what)
-            if length > len(head):
-                head = bytearray(min(-(-length // file.block_size) * file.block_size, file.size))
-                file.read(0, memoryview(head))
-            self._headers[rank] = parse_header(bytes(head[:length]), file.size, what)[0]
+            first = bytearray(8)
+            file.fetch(0, memoryview(first))
+            try:
+                length = header_length(bytes(first), file.size, what)
+            except CorruptCheckpoint:
+                file.take(0, len(first))  # says which block it is
+                raise
+            head = file.take(0, length)
+            self._headers[rank] = parse_header(bytes(head), file.size, what)[0]
         return self._headers[rank]
 
     def small(self, rank: int) -> dict[str, Json]:
@@ -158,11 +160,7 @@ class Checkpoint:
         entry = self.header(rank).get(STATE_TENSOR)
         if entry is None:
             raise CorruptCheckpoint(f"{self.where}: the file of rank {rank} has no {STATE_TENSOR}")
-        file = self.file(rank)
-        first = entry.start // file.block_size * file.block_size
-        data = bytearray(min(-(-entry.stop // file.block_size) * file.block_size, file.size) - first)
-        file.read(first, memoryview(data))
-        document = parse(bytes(data[entry.start - first : entry.stop - first]), f"{self.where}: state of rank {rank}")
+        document = parse(bytes(self.file(rank).take(entry.start, entry.stop)), f"{self.where}: state of rank {rank}")
         if not isinstance(document, dict):
             raise CorruptCheckpoint(f"{self.where}: the state of rank {rank} is no object")
         return document

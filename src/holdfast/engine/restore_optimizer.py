@@ -223,7 +223,9 @@ class _Matcher:
             if unit is None or whole is None:
                 vector = local = torch.empty(len(piece.local), dtype=dtype, device=piece.local.device)
             else:
-                vector = whole.setdefault(key, torch.zeros(unit.shard.shape, dtype=dtype, device=unit.shard.device))
+                if key not in whole:
+                    whole[key] = torch.zeros(unit.shard.shape, dtype=dtype, device=unit.shard.device)
+                vector = whole[key]
                 local = vector[piece.window]
             if vector.dtype != dtype:
                 raise IncompatibleCheckpoint(f"{plan.checkpoint.where}: {slot} is {spec.dtype}, others of its unit are not")

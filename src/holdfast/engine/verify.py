@@ -1,6 +1,6 @@
 """Reads a whole checkpoint back and says what does not hold: which rank's file, which block, which tensors.
 
-Every document by its digest, every block of every file by its hash; one buffer of `GROUP` bytes for each worker.
+Every document by its digest, every block of every file by its hash; one buffer of a block for each worker.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from holdfast.core.documents import digest
 from holdfast.core.safetensors import Entry, header_length, parse_header
-from holdfast.engine.blocks import GROUP, WORKERS, BlockFile
+from holdfast.engine.blocks import WORKERS, BlockFile
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.errors import CheckpointError, CorruptCheckpoint
 from holdfast.storage import Storage
@@ -38,7 +38,7 @@ def bad_blocks(file: BlockFile) -> Iterator[int]:
         OSError: it cannot be read.
     """
     assert file.hashes is not None
-    size = max(1, GROUP // file.block_size) * file.block_size
+    size = file.block_size
     buffer = memoryview(bytearray(min(size, file.size)))
     for start in range(0, file.size, size):
         piece = buffer[: min(size, file.size - start)]
