@@ -508,8 +508,11 @@ def test_another_versions_checkpoint_is_left_alone(tmp_path: Path, caplog: pytes
 
 def test_a_foreign_checkpoint_is_recognised(tmp_path: Path) -> None:
     torch.distributed.checkpoint.save({"a": torch.ones(2)}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
-    with pytest.raises(CheckpointNotFound, match=r"which has to be imported first: holdfast import .*dcp OUTPUT_DIR"):
+    with pytest.raises(UsageError, match=r"does not tell how many optimizer steps were done.*holdfast import .*dcp OUTPUT_DIR --step N"):
         resumed(tmp_path, "dcp")
+    (tmp_path / "dcp").rename(tmp_path / "step-3")
+    with pytest.raises(IncompatibleCheckpoint, match=r"step-3 is a checkpoint of another model: it lacks .*; the model lacks model\.a"):
+        resumed(tmp_path, "step-3")
 
 
 # -- what is refused

@@ -23,13 +23,19 @@ from typing import Any
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint, IncompatibleCheckpoint
 from holdfast.formats.dcp import METADATA, DcpFolder
 from holdfast.formats.dcp_state import model_of, optimizer_of
-from holdfast.formats.foreign import Foreign, ForeignModel, ForeignOptimizer, key_of, of_optimizer_state, of_state_dict
+from holdfast.formats.foreign import (
+    Foreign,
+    ForeignModel,
+    ForeignOptimizer,
+    key_of,
+    of_optimizer_state,
+    of_state_dict,
+    step_of,
+)
 from holdfast.formats.peft import ADAPTER_FILES, adapter_of
 from holdfast.formats.per_rank import merge_model, merge_optimizer
 from holdfast.formats.pickles import load_pickle
 from holdfast.formats.weights import weights_of_file, weights_of_folder
-
-_STEP_IN_NAME = re.compile(r"(?:checkpoint-|step[-_]|global_step)(\d+)")
 
 
 def read_accelerate(folder: Path, kind: str, base: Path | None = None, alone: bool = False) -> Foreign:
@@ -174,13 +180,4 @@ def _step(foreign: Foreign) -> int | None:
             return int(document["global_step"])
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptCheckpoint(f"{state} has no global_step: {error}") from error
-    if named := _STEP_IN_NAME.fullmatch(foreign.folder.name):
-        return int(named[1])
-    return steps_counted(foreign.optimizers)
-
-
-def steps_counted(optimizers: list[ForeignOptimizer]) -> int | None:
-    """The highest `step` that an optimizer keeps for a parameter."""
-    counters = [values["step"] for optimizer in optimizers for values in optimizer.state.values() if "step" in values]
-    numbers = [int(c.read().max() if hasattr(c, "read") else c) for c in counters]
-    return max(numbers, default=None)
+    return step_of(foreign)

@@ -14,7 +14,7 @@ from typing import Any
 
 from holdfast.errors import CorruptCheckpoint
 from holdfast.formats.dcp import DcpFolder
-from holdfast.formats.foreign import Foreign, ForeignModel, ForeignOptimizer, Source, clean
+from holdfast.formats.foreign import Foreign, ForeignModel, ForeignOptimizer, Source, clean, step_of
 from holdfast.formats.recognise import DCP
 
 _MODEL = ("model", "state_dict", "module")
@@ -48,6 +48,8 @@ def read_dcp(folder: Path) -> Foreign:
             _set(foreign.stateful.setdefault("lr_scheduler", {}), path[at + 1 :], dcp.value(key))
         elif path[-1] in _STEP and key in dcp.values and str(path[at]) not in (model, optimizer):
             foreign.step = _number(dcp.value(key), foreign.step)
+    if foreign.step is None:
+        foreign.step = step_of(foreign)
     left = others - {*_SCHEDULER, *_STEP} if model is not None else others & {"dataloader", "train_state", "ft_manager", "extra"}
     foreign.left_out += [f"{part}: not known what it is" for part in sorted(left)]
     return foreign

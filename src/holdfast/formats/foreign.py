@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,8 @@ from holdfast.storage import Storage
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """Parts of a name that torch.compile, FSDP1 and activation checkpointing put there."""
+
+_STEP_IN_NAME = re.compile(r"(?:checkpoint-|step[-_]|global_step)(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,3 +166,12 @@ def of_optimizer_state(state: Mapping[str, Any]) -> ForeignOptimizer:
         place = renamed.get(key, clean(key) if isinstance(key, str) else key)
         found[place] = {k: Source.of(v.detach()) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
     return ForeignOptimizer(groups, found)
+
+
+def step_of(foreign: Foreign) -> int | None:
+    """Optimizer steps done: by the folder's name, or by the highest `step` that an optimizer keeps for a parameter."""
+    if named := _STEP_IN_NAME.fullmatch(foreign.folder.name):
+        return int(named[1])
+    counters = [values["step"] for optimizer in foreign.optimizers for values in optimizer.state.values() if "step" in values]
+    numbers = [int(c.read().max() if isinstance(c, Source) else c) for c in counters]
+    return max(numbers, default=None)
