@@ -71,7 +71,7 @@ def main(args):
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     data = torch.arange(96, dtype=torch.float32).reshape(16, 6) / 96
-    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=args.shuffle)
 
     def unwrap(module):
         return accelerator.unwrap_model(module)
@@ -124,7 +124,7 @@ def main(args):
             if accelerator.sync_gradients:
                 step += 1
                 losses[step] = loss.item()
-                if accelerator.is_main_process and step % 2 == 0:
+                if accelerator.is_main_process and step % args.every == 0:
                     if args.limit is not None:
                         found = sorted((d for d in os.listdir(args.output_dir) if d.startswith("checkpoint")), key=lambda d: int(d.split("-")[1]))
                         for old in found[: max(0, len(found) - args.limit + 1)]:
@@ -159,6 +159,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--max_train_steps", type=int, default=6)
+    parser.add_argument("--every", type=int, default=2)
+    parser.add_argument("--shuffle", action="store_true")
     parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
     parser.add_argument("--resume_from_checkpoint")
     parser.add_argument("--limit", type=int)
