@@ -12,7 +12,7 @@ import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -96,6 +96,8 @@ class Checkpointer:
     ) -> None:
         self.read_back = read_back
         self.retention = Retention(keep_last, keep_every, keep_best, best)
+        self.on_complete: Callable[[Save], None] = lambda save: None
+        """Called on rank 0's service thread with each save that is complete, before older checkpoints are removed."""
         self._deadlines = deadlines or Deadlines()
         self._registered = register(model, optimizer, lr_scheduler, dataloader, scaler, extra, base)
         self._rank, self._world_size = self._registered.rank, self._registered.world_size
@@ -412,6 +414,7 @@ class Checkpointer:
         if self.read_back:
             self._saver.verified.add(save.folder)
         if self._rank == 0:
+            self.on_complete(save)
             for old in self.retention.superfluous(survey(self._storage).complete, self._saver.verified):
                 remove_checkpoint(self._storage, old.folder, self._run.nonce)
 

@@ -97,18 +97,20 @@ def never_tried(package: str) -> str | None:
     return f"never tried with {package} {version} (tried: {', '.join(tried)}); if something fails: pip install '{package}~={tried[-1]}.0'"
 
 
-def explain() -> list[str]:
+def explain(table: tuple[Replacement, ...] = TABLE) -> list[str]:
     """What would be replaced, in lines for people."""
     lines = []
-    for row in TABLE:
+    for row in table:
         version = version_of(row.package)
         state = "not installed, nothing to do" if version is None else f"{row.package} {version}"
         lines.append(f"{row.name.replace(':', '.')}  ({state})\n    {row.does}")
-    lines += [line for line in map(never_tried, TRIED) if line]
+    lines += [line for line in map(never_tried, sorted({row.package for row in table})) if line]
     return lines
 
 
-def install(replaced: Replaced, functions: Mapping[str, Function], packages: tuple[str, ...]) -> None:
+def install(
+    replaced: Replaced, functions: Mapping[str, Function], packages: tuple[str, ...], table: tuple[Replacement, ...] = TABLE
+) -> None:
     """Put the functions of the table's rows of `packages` in place: `functions[name](original, *args, **kwargs)` is called.
 
     What was imported by name elsewhere is replaced there, too. Packages that nobody has imported are left alone; a second call
@@ -119,7 +121,7 @@ def install(replaced: Replaced, functions: Mapping[str, Function], packages: tup
     """
     problems: list[str] = []
     found: list[tuple[Replacement, Any, str, Any]] = []
-    for row in TABLE:
+    for row in table:
         if row.package not in packages or row.name in replaced.done or row.package not in sys.modules:
             continue
         try:

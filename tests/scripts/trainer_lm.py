@@ -1,0 +1,96 @@
+"""Trains a causal language model on lines of text with transformers' Trainer, in the shape of the public scripts.
+
+It knows nothing of Holdfast, but that `--mixin` shows the form for those who may edit their script. `--die_at N` ends the process after
+step N, once its checkpoint is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from datasets import load_dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+
+@dataclass
+class Arguments:
+    model_name_or_path: str
+    train_file: str
+    streaming: bool = False
+    lora: bool = False
+    mixin: bool = False
+    newest: bool = False
+    die_at: int = -1
+    block: int = field(default=16)
+
+
+class Dies(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            while not Path(args.output_dir, f"checkpoint-{self.step}", "trainer_state.json").is_file():
+                time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    own, args = HfArgumentParser((Arguments, TrainingArguments)).parse_args_into_dataclasses()
+    tokenizer = AutoTokenizer.from_pretrained(own.model_name_or_path)
+    model = AutoModelForCausalLM.from_pretrained(own.model_name_or_path, attention_dropout=0.1)
+    if own.lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
+    data = load_dataset("text", data_files={"train": own.train_file}, streaming=own.streaming)["train"]
+
+    def encode(batch):
+        return tokenizer(batch["text"], padding="max_length", truncation=True, max_length=own.block)
+
+    data = data.map(encode, batched=True, batch_size=8, remove_columns=["text"])
+
+    def collate(rows):  # draws from the global generator, as masking does
+        ids = torch.tensor([row["input_ids"] for row in rows])
+        labels = ids.clone()
+        labels[torch.rand(ids.shape) < 0.15] = -100
+        return {"input_ids": ids, "labels": labels}
+
+    kind = Trainer
+    if own.mixin:
+        from holdfast.integrations.trainer import HoldfastTrainerMixin
+
+        class MyTrainer(HoldfastTrainerMixin, Trainer):
+            pass
+
+        kind = MyTrainer
+    trainer = kind(
+        model,
+        args,
+        train_dataset=data,
+        eval_dataset=None if own.streaming or args.eval_strategy == "no" else data.select(range(8)),
+        processing_class=tokenizer,
+        data_collator=collate,
+        callbacks=[Dies(own.die_at)] if own.die_at >= 0 else [],
+    )
+    resume = get_last_checkpoint(args.output_dir) if own.newest else args.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model()
+    trainer.save_state()
+
+
+if __name__ == "__main__":
+    main()
