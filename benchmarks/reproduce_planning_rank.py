@@ -11,6 +11,8 @@ seconds, and what goes wrong lasts longer. Every case runs with accelerate alone
 from __future__ import annotations
 
 import argparse
+import math
+import pickle
 import shutil
 import sys
 import time
@@ -33,10 +35,10 @@ def script(how: str, case: str, folder: Path, ranks: int, limit: float) -> Run:
     return start(how, ranks, limit, folder, "all_ranks_trainer.py", *arguments, fsdp=fsdp, timeout=300)
 
 
-def planning_seconds(ranks: int, tensors: int = 400) -> float:
-    """What rank 0 takes to plan for so many ranks, each with a shard of so many tensors: the function that a save calls, run alone."""
+def planning_seconds(ranks: int, tensors: int = 200) -> dict[str, float]:
+    """What rank 0 does for so many ranks, each with a shard of so many tensors: the functions that a save calls, run alone."""
     import torch
-    from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+    from torch.distributed.checkpoint.default_planner import _validate_global_plan, create_default_global_save_plan
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
@@ -46,23 +48,42 @@ def planning_seconds(ranks: int, tensors: int = 400) -> float:
         chunk = ChunkStorageMetadata(offsets=torch.Size([rank, 0]), sizes=torch.Size([1, 8]))
         return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size))
 
-    plans = [SavePlan([item(f"t{t}", rank) for t in range(tensors)]) for rank in range(ranks)]
+    sent = [pickle.dumps(SavePlan([item(f"t{t}", rank) for t in range(tensors)])) for rank in range(ranks)]
+    seconds = {}
     begun = time.perf_counter()
-    create_default_global_save_plan(plans)
-    return time.perf_counter() - begun
+    plans = [pickle.loads(plan) for plan in sent]
+    seconds["unpickle"] = time.perf_counter() - begun
+    begun = time.perf_counter()
+    plans, metadata = create_default_global_save_plan(plans)
+    seconds["plan"] = time.perf_counter() - begun
+    begun = time.perf_counter()
+    assert _validate_global_plan(plans, metadata)
+    seconds["validate"] = time.perf_counter() - begun
+    begun = time.perf_counter()
+    for plan in plans:
+        pickle.dumps(plan)
+    seconds["pickle"] = time.perf_counter() - begun
+    return seconds
 
 
-def arithmetic() -> list[str]:
-    """Measured at sizes that fit here, carried on to those that do not."""
-    measured = {ranks: planning_seconds(ranks) for ranks in (32, 64, 128)}
-    each = measured[128] / 128 / 400
-    lines = [f"  planning for {r} ranks with 400 tensors each: {s:.2f} s on rank 0" for r, s in measured.items()]
-    for ranks, tensors in ((1152, 3000), (2816, 3000)):
+def arithmetic(tensors: int = 200) -> list[str]:
+    """Measured at sizes that fit here, carried on to those that do not: by the growth that was seen from each size to the next."""
+    sizes = (64, 128, 256)
+    measured = {ranks: planning_seconds(ranks, tensors) for ranks in sizes}
+    lines = [
+        f"  {ranks} ranks, {tensors} tensors each: " + ", ".join(f"{what} {s:.2f} s" for what, s in seconds.items()) + " on rank 0"
+        for ranks, seconds in measured.items()
+    ]
+    last, before = measured[256], measured[128]
+    growth = {what: max(1.0, math.log2(last[what] / before[what])) for what in last}
+    lines.append("  growth with the number of ranks: " + ", ".join(f"{what} as its power {power:.1f}" for what, power in growth.items()))
+    for ranks, shown in ((1152, 3000), (2816, 3000)):
+        seconds = {what: s * (ranks / 256) ** growth[what] * shown / tensors for what, s in last.items()}
         lines.append(
-            f"  carried on in proportion to ranks x tensors ({each * 1e6:.1f} us each) to {ranks} ranks with {tensors} tensors: {each * ranks * tensors:.0f} s, "
-            f"before the check for overlaps, and {ranks * tensors:,} items of metadata in one process"
+            f"  carried on to {ranks} ranks with {shown} tensors: {sum(seconds.values()):,.0f} s in one process "
+            f"({', '.join(f'{what} {s:,.0f}' for what, s in seconds.items())}), {ranks * shown:,} items of metadata"
         )
-        lines.append(f"  the engine at {ranks} ranks: nothing is planned for others; rank 0 reads {ranks} announcements of a few hundred bytes")
+    lines.append("  the engine plans nothing for others: rank 0 reads one announcement of a few hundred bytes for each rank")
     return lines
 
 
