@@ -260,11 +260,16 @@ def test_a_save_says_that_its_state_is_for_the_same_ranks(pool: RankPool, tmp_pa
     assert lines[1] == []
 
 
-def sliced_prodigy(folder: Path, sharding: str, save: bool) -> str:
+def sliced_prodigy(folder: Path, sharding: str, save: bool, original: bool = False) -> str:
+    """Save after a step, or resume and make one; the error, if any. `original` is prodigyopt's own."""
+    from prodigyopt import Prodigy as Original
+
     from holdfast.training.prodigy import Prodigy
 
     model = jobs.build(sharding)
-    optimizer = Prodigy([p for p in model.parameters() if p.requires_grad], slice_p=3, d0=1e-3)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer: Any = (Original if original else Prodigy)(trained, slice_p=3, d0=1e-3)
+    before = [jobs.whole(p) for p in trained]
     try:
         with holdfast.Checkpointer(folder, model=model, optimizer=optimizer) as checkpointer:
             if not save:
@@ -272,16 +277,22 @@ def sliced_prodigy(folder: Path, sharding: str, save: bool) -> str:
             jobs.one_step(model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer), torch.arange(12).view(2, 6) % 7)
             checkpointer.save(1)
     except IncompatibleCheckpoint as refused:
+        assert not optimizer.state
+        assert all(torch.equal(jobs.whole(p), b) for p, b in zip(trained, before, strict=True))
         return str(refused)
     return ""
 
 
-@pytest.mark.parametrize(("sharding", "ranks"), [("none", 1), ("fsdp2", 2), ("fsdp1-flat", 2)])
-def test_sliced_prodigy_stays_where_it_is(pool: RankPool, tmp_path: Path, sharding: str, ranks: int) -> None:
-    assert pool.run(sliced_prodigy, ranks, tmp_path, sharding, save=True) == [""] * ranks
-    assert pool.run(sliced_prodigy, ranks, tmp_path, sharding, save=False) == [""] * ranks
+@pytest.mark.parametrize(
+    ("sharding", "ranks", "original"),
+    [("none", 1, False), ("fsdp2", 2, False), ("fsdp1-flat", 2, False), ("none", 1, True), ("ddp", 2, True)],
+)
+def test_sliced_prodigy_stays_where_it_is(pool: RankPool, tmp_path: Path, sharding: str, ranks: int, original: bool) -> None:
+    """Its statistics are of every third element: into other pieces they are refused, before anything has changed."""
+    assert pool.run(sliced_prodigy, ranks, tmp_path, sharding, save=True, original=original) == [""] * ranks
+    assert pool.run(sliced_prodigy, ranks, tmp_path, sharding, save=False, original=original) == [""] * ranks
     for where, count in (("fsdp2", 3), ("fsdp1", 3)):
-        for error in pool.run(sliced_prodigy, count, tmp_path, where, save=False):
+        for error in pool.run(sliced_prodigy, count, tmp_path, where, save=False, original=original):
             assert "is not of its parameter's shape" in error
 
 

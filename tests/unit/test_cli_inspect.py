@@ -42,6 +42,19 @@ def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no complete checkpoint in" in capsys.readouterr().err
 
 
+def test_a_checkpoint_of_another_version_is_not_called_damaged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same for one checkpoint as for a folder of them; what is damaged goes first."""
+    manifest = folder / "checkpoint-2/manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"version":1', b'"version":99'))
+    for given in (folder, folder / "checkpoint-2"):
+        assert main(["verify", str(given)]) == 2
+        assert "UNKNOWN checkpoint-2\n" in (out := capsys.readouterr().out)
+        assert "99" in out and "DAMAGED" not in out
+    (folder / "checkpoint-1/manifest.json").write_text("{")
+    assert main(["verify", str(folder)]) == 1
+    assert "DAMAGED checkpoint-1\n" in capsys.readouterr().out
+
+
 def test_repair(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = (folder / "checkpoint-3" / "manifest.json").read_bytes()
     (folder / "checkpoint-3" / "manifest.json").unlink()

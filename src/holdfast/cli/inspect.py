@@ -15,7 +15,8 @@ from holdfast.errors import CheckpointNotFound
 
 @dataclass
 class Verify:
-    """Read checkpoints back, check every byte against its hash, and name what does not hold. Exit code 1 if something does not."""
+    """Read checkpoints back, check every byte against its hash, and name what does not hold. Exit code 1 if something does not,
+    2 if nothing is damaged, but a checkpoint is of a version that this Holdfast does not read."""
 
     folder: Annotated[Path, tyro.conf.Positional]
     """A checkpoint, or an output folder: then all of its complete checkpoints."""
@@ -32,27 +33,30 @@ class Repair:
 def run_verify(options: Verify) -> int:
     from holdfast.engine.resume import survey
     from holdfast.engine.verify import verify
+    from holdfast.errors import IncompatibleCheckpoint
     from holdfast.storage import LocalFolder
 
     if (options.folder / "manifest.json").is_file():
         storage, names = LocalFolder(options.folder.absolute().parent), [options.folder.absolute().name]
-        bad = 0
     else:
         storage = LocalFolder(options.folder)
-        found = survey(storage)
-        names = [c.folder for c in found.complete]
-        for line in found.unusable:
-            print(f"DAMAGED {line}")
-        bad = len(found.unusable)
-        if not names and not bad:
+        names = [c.folder for c in survey(storage).complete]
+        names += [n for n in sorted(storage.names("")) if n not in names and storage.exists(f"{n}/manifest.json")]
+        if not names:
             raise CheckpointNotFound(f"there is no complete checkpoint in {options.folder}")
+    bad = unknown = 0
     for name in names:
-        damages = verify(storage, name, _progress(name))
+        try:
+            damages = verify(storage, name, _progress(name))
+        except IncompatibleCheckpoint as error:
+            print(f"UNKNOWN {name}\n        {error.args[0]}")
+            unknown += 1
+            continue
         print(f"{'DAMAGED' if damages else 'whole  '} {name}")
         for damage in damages:
             print(f"        {damage}")
         bad += bool(damages)
-    return 1 if bad else 0
+    return 1 if bad else 2 if unknown else 0
 
 
 def _progress(name: str) -> Callable[[int, int], None] | None:

@@ -7,7 +7,8 @@
 
 What accelerate keeps as pickles is written by `torch.save`, and holds tensors, numbers, containers and NumPy's generator.
 
-Memory: bounded as in `engine.export`; the tensors of `optimizer.bin` pass through a file that is mapped while torch writes it.
+Memory: bounded as in `engine.export`; the tensors of `optimizer.bin` pass through a file that is mapped while torch writes it, so that
+pages of that file as large as the largest tensor are resident for a moment. They are clean: the system can take them back.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import mmap
 from array import array
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -25,11 +26,15 @@ from holdfast.engine import statetree
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.dtypes import DTYPE_OF
 from holdfast.engine.export_dcp import model_tensors, optimizer_state, small_value, write_dcp
+from holdfast.engine.export_trainer import TRAINER_STATE, write_trainer_files
 from holdfast.engine.extract import Stored, stream
 from holdfast.engine.names import join
 from holdfast.errors import UsageError
 from holdfast.formats.safetensors_out import Described, cut_into_files, write_file
 from holdfast.storage import LocalFolder
+
+_PIECE = 8 << 20
+"""Bytes after which mapped pages are given back."""
 
 
 def export_accelerate(checkpoint: Checkpoint, folder: Path, sharded: bool) -> list[str]:
@@ -54,7 +59,7 @@ def export_accelerate(checkpoint: Checkpoint, folder: Path, sharded: bool) -> li
     lines = _write_small(checkpoint, folder, state)
     for rank in range(checkpoint.manifest.world_size):
         _write_generators(checkpoint.small(rank)["rng"], folder / f"random_states_{rank}.pkl")
-    return lines
+    return lines + write_trainer_files(checkpoint, folder)
 
 
 def _keys(checkpoint: Checkpoint, state: dict[str, Json]) -> list[str]:
@@ -103,15 +108,36 @@ def _write_optimizer(checkpoint: Checkpoint, path: Path, named: dict[Any, Stored
             state.setdefault(position[name], {})[rest[0]] = value
     scratch = path.with_suffix(".tmp")
     try:
-        for (_, name, key), tensor in _mapped(checkpoint, scratch, named).items():
+        memory, tensors = _mapped(checkpoint, scratch, named)
+        for (_, name, key), tensor in tensors.items():
             state.setdefault(position[name], {})[key] = tensor
-        torch.save({"state": dict(sorted(state.items())), "param_groups": ordered}, path)
+        with path.open("wb") as file:
+            torch.save({"state": dict(sorted(state.items())), "param_groups": ordered}, _LettingGo(file, memory))  # type: ignore[arg-type]
     finally:
         scratch.unlink(missing_ok=True)
 
 
-def _mapped(checkpoint: Checkpoint, scratch: Path, named: dict[Any, Stored]) -> dict[Any, torch.Tensor]:
-    """All tensors, written to a file and mapped from there."""
+class _LettingGo:
+    """A file for `torch.save` that gives mapped pages back once they are written: they would stay until the memory is short."""
+
+    def __init__(self, file: BinaryIO, memory: mmap.mmap) -> None:
+        self._file, self._memory, self._since = file, memory, 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data)
+        for start in range(0, len(view), _PIECE):
+            self._since += self._file.write(view[start : start + _PIECE])
+            if self._since >= _PIECE and hasattr(mmap, "MADV_DONTNEED"):
+                self._memory.madvise(mmap.MADV_DONTNEED)
+                self._since = 0
+        return len(view)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _mapped(checkpoint: Checkpoint, scratch: Path, named: dict[Any, Stored]) -> tuple[mmap.mmap, dict[Any, torch.Tensor]]:
+    """All tensors, written to a file and mapped from there; and the mapping."""
     names = {str(number): path for number, path in enumerate(named)}
     described: list[Described] = [(number, named[path].dtype, named[path].shape) for number, path in names.items()]
     ((_, ordered),) = cut_into_files(described, "all", 1 << 62)
@@ -128,7 +154,7 @@ def _mapped(checkpoint: Checkpoint, scratch: Path, named: dict[Any, Stored]) -> 
         else:
             flat = torch.empty(0, dtype=dtype)
         found[names[number]] = flat.view(entry.shape)
-    return found
+    return memory, found
 
 
 def _write_small(checkpoint: Checkpoint, folder: Path, state: dict[str, Json]) -> list[str]:
@@ -143,7 +169,7 @@ def _write_small(checkpoint: Checkpoint, folder: Path, state: dict[str, Json]) -
         name = key.removeprefix("extra.")
         if key.startswith("extra.custom_checkpoint_"):
             torch.save(small_value(checkpoint, key), folder / f"{name}.pkl")
-        elif key.startswith("extra."):
+        elif key.startswith("extra.") and key != TRAINER_STATE:
             left.append(f"not written: {key}, which accelerate has no place for")
     return left
 
