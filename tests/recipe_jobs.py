@@ -116,7 +116,7 @@ class Watch:
     seen: dict[str, Any] = field(default_factory=lambda: {"samples": [], "generators": [], "state": None})
 
     def install(self) -> None:
-        prepare, optimizer, make_loss = models.prepare_model, loop.make_optimizer, recipe.make_loss_and_picture
+        prepare, optimizer, make_loss = models.prepare_model, loop.make_optimizer, recipe.make_loss
 
         def keep(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
             def made(*args: Any, **kwargs: Any) -> Any:
@@ -127,22 +127,18 @@ class Watch:
 
         models.prepare_model = keep("model", prepare)
         loop.make_optimizer = keep("optimizer", optimizer)
+        recipe.make_loss = lambda *args: self.around(make_loss(*args))
 
-        def watched_loss(*args: Any) -> Any:
-            loss, picture = make_loss(*args)
-            return self.around(loss), picture
-
-        recipe.make_loss_and_picture = watched_loss
-
-    def around(self, loss: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-        def watched(pixels: torch.Tensor) -> torch.Tensor:
+    def around(self, loss: Callable[[dict[str, Any]], torch.Tensor]) -> Callable[[dict[str, Any]], torch.Tensor]:
+        def watched(batch: dict[str, Any]) -> torch.Tensor:
+            images = batch.get("images", batch.get("moments"))
             step, micro = divmod(self.micro_steps, ACCUMULATION)
             self.micro_steps += 1
             if micro == 0:
                 self.before(step + 1)
-            self.seen["samples"] += [hashlib.sha256(image.numpy().tobytes()).hexdigest() for image in pixels]
+            self.seen["samples"] += [hashlib.sha256(image.float().numpy().tobytes()).hexdigest() for image in images]
             self.seen["generators"].append(hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest())
-            return self.spoilt(step + 1, loss(pixels))
+            return self.spoilt(step + 1, loss(batch))
 
         return watched
 

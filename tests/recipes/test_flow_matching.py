@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL, FluxPipeline  # noqa: F401 (imported once, before the ranks are forked)
+from diffusers import AutoencoderKL, FluxPipeline
 from transformers import CLIPTextModel, T5EncoderModel  # noqa: F401
 
 from holdfast.recipes.flux_dreambooth import Config
@@ -89,27 +89,31 @@ def reference_loss(config: Config, pixels: torch.Tensor, guidance: float | None)
 
 
 def recipe_loss(config: Config, pixels: torch.Tensor, precision: str) -> float:
+
     from holdfast.recipes import flux_dreambooth as recipe
+    from holdfast.training.continuation import fingerprints
     from holdfast.training.models import prepare_model
-    from holdfast.training.setup import compute_dtype, make_accelerator
+    from holdfast.training.parts import Autoencoder, Parts
+    from holdfast.training.setup import make_accelerator
 
     accelerator = make_accelerator(dataclasses.replace(config, mixed_precision=precision))
     base = Path(config.pretrained_model_name_or_path)
-    text = recipe.encode_prompt(config, accelerator, base, compute_dtype(accelerator))
+    parts = Parts(config, accelerator, base, fingerprints(base, recipe.PARTS, None))
+    text = recipe.Text(parts, [config.instance_prompt])
     transformer = prepare_model(
         accelerator, lambda: recipe.build_transformer(base), base / "transformer", None, checkpointing=False
     )
     assert {parameter.dtype for parameter in transformer.parameters()} == {torch.float32}
-    loss = recipe.make_loss(config, accelerator, base, transformer, text)
+    loss = recipe.make_loss(parts, transformer, Autoencoder(parts, AutoencoderKL), text)
     torch.manual_seed(5)
-    return float(loss(pixels))
+    return float(loss({"images": pixels, "prompts": [config.instance_prompt] * BATCH, "classes": 0}))
 
 
 def both(config: Config, guidance: float | None = 2.5, precision: str = "no") -> tuple[float, float]:
-    from holdfast.training.images import ImageFolder
+    from holdfast.training.images import Cut, find_images, open_image
 
-    images = ImageFolder(config.instance_data_dir, config.resolution)
-    pixels = torch.from_numpy(np.stack([images[index] for index in range(BATCH)]))
+    cut, paths = Cut(config.resolution, config.resolution), find_images(Path(str(config.instance_data_dir)))
+    pixels = torch.from_numpy(np.stack([cut.pixels(open_image(path)) for path in paths[:BATCH]]))
     return recipe_loss(config, pixels, precision), reference_loss(config, pixels, guidance)
 
 

@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.training.config import DiffusionConfig
+from holdfast.training.flags.data import bucket_problems
 from holdfast.training.flags.optimizer import TextEncoderFlags
-from holdfast.training.pipeline_folder import part_variant, pipeline_problems
+from holdfast.training.pipeline_folder import pipeline_problems
 
 if TYPE_CHECKING:
     import torch
-    from accelerate import Accelerator
+    from PIL import Image
     from torch import nn
 
     from holdfast.training.adapters import Adapter
     from holdfast.training.loop import Training
-    from holdfast.training.validation import Picture
+    from holdfast.training.parts import Autoencoder, Parts
+    from holdfast.training.prior import Draw
 
 RECIPE = "flux-dreambooth"
 # The parts of a FluxPipeline, and the class that each has to be of.
@@ -43,8 +45,6 @@ LORA_LAYERS = (
     "attn.to_add_out", "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
 )  # fmt: skip
 TEXT_ENCODER_LORA_LAYERS = ("q_proj", "k_proj", "v_proj", "out_proj")
-# Reading a text encoder of 10 GB from a slow disk.
-ENCODING_DEADLINE_S = 3600.0
 
 
 @dataclass(kw_only=True)
@@ -77,7 +77,9 @@ def base_problems(config: Config, base: Path) -> Iterator[str]:
     if not found:
         levels = len(json.loads((base / "vae/config.json").read_text(encoding="utf-8"))["block_out_channels"])
         side = 2**levels  # the VAE halves its input between levels, packing halves it once more
-        if config.resolution % side:
+        if config.aspect_ratio_buckets is not None:
+            yield from bucket_problems(config.aspect_ratio_buckets, side)
+        elif config.resolution % side:
             yield f"--resolution is {config.resolution}; this model needs a multiple of {side}."
 
 
@@ -88,6 +90,7 @@ def main(config: Config) -> None:
     from holdfast.training.continuation import continuation, fingerprints
     from holdfast.training.hub import fetch_pipeline
     from holdfast.training.loop import train
+    from holdfast.training.parts import Parts
     from holdfast.training.publish import repository_for
     from holdfast.training.setup import configure_logging, make_accelerator
 
@@ -97,64 +100,62 @@ def main(config: Config) -> None:
     base = fetch_pipeline(name, PARTS, config.revision, config.variant, config.cache_dir)
     if found := list(base_problems(config, base)):
         raise UsageError("\n".join(found))
-    run = continuation(config, RECIPE, fingerprints(base, PARTS, config.variant))
+    prints = fingerprints(base, PARTS, config.variant)
+    run = continuation(config, RECIPE, prints)
     repository = repository_for(config)
 
-    training, adapters = prepare(config, accelerator, base)
+    training, adapters = prepare(Parts(config, accelerator, base, prints))
     checkpoint = train(config, accelerator, run, training)
     if checkpoint is not None and accelerator.is_main_process:
         export(config, base, checkpoint, training, adapters, repository)
     accelerator.state.destroy_process_group()
 
 
-def prepare(config: Config, accelerator: Accelerator, base: Path) -> tuple[Training, dict[str, Adapter]]:
-    """The models, the data and the loss; and the LoRA of each part that gets one."""
-    import holdfast
+def prepare(parts: Parts[Config]) -> tuple[Training, dict[str, Adapter]]:
+    """The data, the models and the loss; and the LoRA of each part that gets one."""
+    from diffusers import AutoencoderKL
+
     from holdfast.training.adapters import adapter_of
+    from holdfast.training.data import TrainingData, class_samples, make_loader
     from holdfast.training.ema import average_of
-    from holdfast.training.images import ImageFolder
     from holdfast.training.loop import Training
     from holdfast.training.models import prepare_model, prepare_text_encoder
-    from holdfast.training.setup import compute_dtype
+    from holdfast.training.parts import Autoencoder
+    from holdfast.training.prior import make_class_images
+    from holdfast.training.samples import instance_samples
     from holdfast.training.validation import Validation
 
-    images: Any = ImageFolder(str(config.instance_data_dir), config.resolution)
-    prompts = {config.instance_prompt, config.validation_prompt, config.last_prompt} - {None}
-    texts = encode_prompts(config, accelerator, base, sorted(map(str, prompts)), compute_dtype(accelerator))
+    config, accelerator = parts.config, parts.accelerator
+    instances = instance_samples(config, config.cache_dir)
+    named = [config.validation_prompt, config.last_prompt, config.class_prompt if config.with_prior_preservation else None]
+    prompts = {sample.caption for sample in instances} | {prompt for prompt in named if prompt is not None}
+    text = Text(parts, sorted(prompts))
+    vae = Autoencoder(parts, AutoencoderKL)
+    if config.with_prior_preservation:
+        make_class_images(config, accelerator, lambda dtype: base_pipeline(parts, vae, text, dtype))
+    data = TrainingData(config, instances, class_samples(config), vae.side)
+    if config.cache_latents:
+        vae.cache(data)
 
     adapters = {}
     if (adapter := adapter_of(config, LORA_LAYERS)) is not None:
         adapters["transformer"] = adapter
-    variant = part_variant(base, "transformer", config.variant)
-    models = {
-        "transformer": prepare_model(
-            accelerator,
-            lambda: build_transformer(base, config.enable_npu_flash_attention),
-            base / "transformer",
-            variant,
-            config.gradient_checkpointing,
-            adapter,
-        )
-    }
+
+    def build() -> nn.Module:
+        return build_transformer(parts.base, config.enable_npu_flash_attention)
+
+    models = {"transformer": prepare_model(accelerator, build, *parts.folder("transformer"), config.gradient_checkpointing, adapter)}
     if config.train_text_encoder:
         if adapter is not None:
             adapters["text_encoder"] = adapter = adapter.elsewhere(TEXT_ENCODER_LORA_LAYERS)
-        variant = part_variant(base, "text_encoder", config.variant)
-        models["text_encoder"] = prepare_text_encoder(
-            accelerator, lambda: build_text_encoder(base), base / "text_encoder", variant, adapter
+        text.trained = models["text_encoder"] = prepare_text_encoder(
+            accelerator, lambda: build_text_encoder(parts.base), *parts.folder("text_encoder"), adapter
         )
-    average = average_of(config, accelerator, models["transformer"], lambda: build_transformer(base), adapters.get("transformer"))
-    loss, picture = make_loss_and_picture(config, accelerator, base, models, texts)
-    loader = holdfast.DataLoader(
-        images,
-        batch_size=config.train_batch_size,
-        seed=config.seed,
-        num_workers=config.dataloader_num_workers,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-    )
-    validation = Validation(config, accelerator, list(models.values()), average, picture)
-    return Training(models, loader, len(images), loss, average, validation), adapters
+    average = average_of(config, accelerator, models["transformer"], build, adapters.get("transformer"))
+    draw = make_draw(parts, models["transformer"], vae, text, parts.dtype)
+    validation = Validation(config, accelerator, list(models.values()), average, draw)
+    loss = make_loss(parts, models["transformer"], vae, text)
+    return Training(models, make_loader(config, accelerator, data), len(data), loss, average, validation), adapters
 
 
 def build_transformer(base: Path, npu_attention: bool = False) -> nn.Module:
@@ -175,136 +176,141 @@ def build_text_encoder(base: Path) -> nn.Module:
     return model
 
 
-@dataclass
 class Text:
-    """Encoded prompts, as `FluxPipeline.encode_prompt` gives them: one row each."""
+    """Encoded prompts, as `FluxPipeline.encode_prompt` gives them. Each is encoded once, by one rank, and kept on disk.
 
-    sequence: dict[str, torch.Tensor]  # (max_sequence_length, T5's width)
-    pooled: dict[str, torch.Tensor]  # (CLIP's width,)
+    `trained` is the CLIP text encoder if it is trained along: then it encodes anew at each use.
+    """
+
+    def __init__(self, parts: Parts[Config], prompts: list[str]) -> None:
+        from transformers import CLIPTokenizer
+
+        from holdfast.training.cache import Cache, key_of
+        from holdfast.training.parts import give_back_memory
+
+        settings = [parts.prints["text_encoder"], parts.prints["text_encoder_2"], parts.config.max_sequence_length, str(parts.dtype)]
+        self.keys = {prompt: key_of("embeddings", prompt, *settings) for prompt in prompts}
+        self.cache = Cache(Path(parts.config.output_dir), "embeddings")
+        self.device, self.trained = parts.accelerator.device, None
+        self.tokenizer = CLIPTokenizer.from_pretrained(parts.base / "tokenizer")
+        self.cache.prepare({key: prompt for prompt, key in self.keys.items()}, lambda: prompt_encoder(parts))
+        give_back_memory()
+
+    trained: nn.Module | None
+
+    def __call__(self, prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(batch, max_sequence_length, T5's width) and (batch, CLIP's width), on the device."""
+        import torch
+
+        entries = [self.cache[self.keys[prompt]] for prompt in prompts]
+        sequence, pooled = (torch.stack([entry[name] for entry in entries]).to(self.device) for name in ("sequence", "pooled"))
+        if self.trained is not None:
+            tokens = self.tokenizer(prompts, padding="max_length", truncation=True, return_tensors="pt").input_ids
+            pooled = self.trained(tokens.to(self.device)).pooler_output.to(pooled.dtype)
+        return sequence, pooled
 
 
-def encode_prompts(config: Config, accelerator: Accelerator, base: Path, prompts: list[str], dtype: torch.dtype) -> Text:
-    """Encodes each prompt once in the whole run, on rank 0, and hands it to all; the encoders are gone afterwards."""
-    import gc
-
+def prompt_encoder(parts: Parts[Config]) -> Callable[[str], dict[str, torch.Tensor]]:
+    """Both text encoders, whole on this rank."""
     import torch
-    from accelerate.utils import broadcast
     from diffusers import FluxPipeline
-    from transformers import CLIPTextConfig, T5Config, T5EncoderModel
+    from transformers import T5Config, T5EncoderModel
 
     from holdfast.training.models import load_frozen
-    from holdfast.training.once import once
 
-    t5_config = T5Config.from_pretrained(base / "text_encoder_2")
-    width = CLIPTextConfig.from_pretrained(base / "text_encoder").hidden_size
-    device = accelerator.device
-    sequence = torch.empty(len(prompts), config.max_sequence_length, t5_config.d_model, device=device, dtype=dtype)
-    pooled = torch.empty(len(prompts), width, device=device, dtype=dtype)
+    device, dtype = parts.accelerator.device, parts.dtype
     encoder_dtype = torch.bfloat16 if dtype == torch.float16 else dtype  # T5's activations are beyond fp16
+    t5 = T5Config.from_pretrained(parts.base / "text_encoder_2")
+    builds = {"text_encoder": lambda: build_text_encoder(parts.base), "text_encoder_2": lambda: T5EncoderModel(t5)}
+    encoders = {name: load_frozen(build, *parts.folder(name), encoder_dtype).to(device) for name, build in builds.items()}
+    pipeline = FluxPipeline.from_pretrained(parts.base, transformer=None, vae=None, **encoders)
 
-    def encode() -> str:
-        parts: dict[str, Any] = {"transformer": None, "vae": None}
-        builds = {"text_encoder": lambda: build_text_encoder(base), "text_encoder_2": lambda: T5EncoderModel(t5_config)}
-        for name, build in builds.items():
-            variant = part_variant(base, name, config.variant)
-            parts[name] = load_frozen(build, base / name, variant, encoder_dtype).to(device)
-        pipeline = FluxPipeline.from_pretrained(base, **parts)
+    def encode(prompt: str) -> dict[str, torch.Tensor]:
         with torch.no_grad():
-            for row, prompt in enumerate(prompts):
-                t5_output, clip_output, _ = pipeline.encode_prompt(
-                    prompt, device=device, max_sequence_length=config.max_sequence_length
-                )
-                sequence[row], pooled[row] = t5_output[0], clip_output[0]
-        return ""
+            sequence, pooled, _ = pipeline.encode_prompt(
+                prompt, device=device, max_sequence_length=parts.config.max_sequence_length
+            )
+        return {"sequence": sequence[0].to(dtype), "pooled": pooled[0].to(dtype)}
 
-    once(encode, "run", ENCODING_DEADLINE_S)
-    gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
-    sequence, pooled = broadcast(sequence), broadcast(pooled)
-    return Text(dict(zip(prompts, sequence, strict=True)), dict(zip(prompts, pooled, strict=True)))
+    return encode
 
 
-def make_loss_and_picture(
-    config: Config, accelerator: Accelerator, base: Path, models: dict[str, nn.Module], text: Text
-) -> tuple[Callable[[torch.Tensor], torch.Tensor], Picture]:
-    """The loss of a batch of pixels of shape (batch, 3, height, width), each from -1 to 1; and what makes a picture.
+def make_loss(parts: Parts[Config], transformer: nn.Module, vae: Autoencoder, text: Text) -> Callable[[dict[str, Any]], torch.Tensor]:
+    """The loss of a batch of `holdfast.training.data`.
 
-    Every call of the loss draws, from the rank's global generators and in this order: the latents from the VAE's posterior,
-    the noise, the times.
+    Every call draws, from the rank's global generators and in this order: the latents from the VAE's posterior, the noise,
+    the times.
     """
     import torch
-    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline
-    from transformers import CLIPTokenizer
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
     from holdfast.engine.names import unwrap
-    from holdfast.training.flow_matching import draw_times, flow_matching_loss, noised
-    from holdfast.training.models import forward_of, load_frozen, on_device
-    from holdfast.training.setup import compute_dtype
+    from holdfast.training.flow_matching import draw_times, flow_matching_errors, noised
+    from holdfast.training.prior import preserved
 
-    dtype, device, transformer = compute_dtype(accelerator), accelerator.device, models["transformer"]
-    vae_config = AutoencoderKL.load_config(base / "vae")
-    variant = part_variant(base, "vae", config.variant)
-    vae: Any = load_frozen(lambda: AutoencoderKL.from_config(vae_config), base / "vae", variant, dtype)
-    scale_factor = 2 ** (len(vae.config.block_out_channels) - 1)
-    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(base, subfolder="scheduler")
+    config, dtype, device = parts.config, parts.dtype, parts.accelerator.device
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(parts.base, subfolder="scheduler")
     inner: Any = unwrap(transformer)
     guided = inner.config.guidance_embeds
-    kind: Any = type("Pipeline", (FluxPipeline,), {"_execution_device": device})  # wherever the VAE is kept
-    pipeline = kind(
-        scheduler=FlowMatchEulerDiscreteScheduler.from_config(scheduler.config),
-        vae=vae,
-        text_encoder=None,
-        tokenizer=None,
-        text_encoder_2=None,
-        tokenizer_2=None,
-        transformer=forward_of(transformer),
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    tokenizer = CLIPTokenizer.from_pretrained(base / "tokenizer")
 
-    def encoded(prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sequence and pooled embedding, a row for each prompt; the latter of the text encoder as it is, where it is trained."""
-        sequence = torch.stack([text.sequence[prompt] for prompt in prompts])
-        if not config.train_text_encoder:
-            return sequence, torch.stack([text.pooled[prompt] for prompt in prompts])
-        tokens = tokenizer(prompts, padding="max_length", truncation=True, return_tensors="pt").input_ids
-        return sequence, models["text_encoder"](tokens.to(device)).pooler_output.to(dtype)
-
-    def loss(pixels: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad(), on_device(vae, device, config.offload):
-            latents = vae.encode(pixels.to(device, dtype)).latent_dist.sample()
-        latents = ((latents - vae.config.shift_factor) * vae.config.scaling_factor).to(dtype)
-        batch, channels, height, width = latents.shape
+    def loss(batch: dict[str, Any]) -> torch.Tensor:
+        moments = batch["moments"].to(device) if "moments" in batch else vae.moments(batch["images"])
+        latents = DiagonalGaussianDistribution(moments).sample()
+        latents = ((latents - vae.config["shift_factor"]) * vae.config["scaling_factor"]).to(dtype)
+        count, channels, height, width = latents.shape
         noise = torch.randn_like(latents)
-        times, sigmas = draw_times(config, scheduler, batch, device)
-        sequence, pooled = encoded([config.instance_prompt] * batch)
+        times, sigmas = draw_times(config, scheduler, count, device)
+        sequence, pooled = text(batch["prompts"])
         prediction = transformer(
-            hidden_states=FluxPipeline._pack_latents(noised(latents, noise, sigmas), batch, channels, height, width),
+            hidden_states=FluxPipeline._pack_latents(noised(latents, noise, sigmas), count, channels, height, width),
             timestep=times / 1000,
-            guidance=torch.full((batch,), config.guidance_scale, device=device) if guided else None,
+            guidance=torch.full((count,), config.guidance_scale, device=device) if guided else None,
             pooled_projections=pooled,
             encoder_hidden_states=sequence,
             txt_ids=torch.zeros(sequence.shape[1], 3, device=device, dtype=dtype),
-            img_ids=FluxPipeline._prepare_latent_image_ids(batch, height // 2, width // 2, device, dtype),
+            img_ids=FluxPipeline._prepare_latent_image_ids(count, height // 2, width // 2, device, dtype),
             return_dict=False,
         )[0]
-        prediction = FluxPipeline._unpack_latents(prediction, height * scale_factor, width * scale_factor, scale_factor)
-        return flow_matching_loss(prediction, latents, noise, sigmas, config.weighting_scheme)
+        prediction = FluxPipeline._unpack_latents(prediction, height * vae.scale_factor, width * vae.scale_factor, vae.scale_factor)
+        errors = flow_matching_errors(prediction, latents, noise, sigmas, config.weighting_scheme)
+        return preserved(errors, batch["classes"], config.prior_loss_weight)
 
-    def picture(prompt: str, generator: torch.Generator) -> Any:
-        sequence, pooled = encoded([prompt])
-        side = config.resolution
+    return loss
+
+
+def base_pipeline(parts: Parts[Config], vae: Autoencoder, text: Text, dtype: torch.dtype) -> Draw:
+    """What draws pictures with the model as it was before the training, in `dtype`."""
+    from holdfast.training.models import prepare_frozen
+
+    transformer = prepare_frozen(parts.accelerator, lambda: build_transformer(parts.base), *parts.folder("transformer"), dtype)
+    return make_draw(parts, transformer, vae, text, dtype)
+
+
+def make_draw(parts: Parts[Config], transformer: nn.Module, vae: Autoencoder, text: Text, dtype: torch.dtype) -> Draw:
+    """What draws a picture of `--resolution` for each of some generators. All ranks of a sharded model call it together."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+
+    from holdfast.training.models import forward_of
+
+    kind: Any = type("Pipeline", (FluxPipeline,), {"_execution_device": parts.accelerator.device})  # wherever shards are kept
+    nothing = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(parts.base, subfolder="scheduler")
+    pipeline = kind(scheduler=scheduler, transformer=forward_of(transformer), **nothing)
+    pipeline.vae_scale_factor = vae.scale_factor
+    pipeline.set_progress_bar_config(disable=True)
+    side = parts.config.resolution - parts.config.resolution % vae.side
+
+    def draw(prompt: str, generators: list[torch.Generator]) -> list[Image.Image]:
+        sequence, pooled = (embedding.to(dtype) for embedding in text([prompt] * len(generators)))
         packed = pipeline(
-            prompt_embeds=sequence, pooled_prompt_embeds=pooled, height=side, width=side, generator=generator, output_type="latent"
+            prompt_embeds=sequence, pooled_prompt_embeds=pooled, height=side, width=side, generator=generators, output_type="latent"
         ).images
-        latents = FluxPipeline._unpack_latents(packed, side, side, scale_factor)
-        latents = latents / vae.config.scaling_factor + vae.config.shift_factor
-        with on_device(vae, device, config.offload):
-            decoded = vae.decode(latents.to(dtype), return_dict=False)[0]
-        return pipeline.image_processor.postprocess(decoded.float(), output_type="pil")[0]
+        latents = FluxPipeline._unpack_latents(packed, side, side, vae.scale_factor)
+        decoded = vae.decode(latents / vae.config["scaling_factor"] + vae.config["shift_factor"])
+        return pipeline.image_processor.postprocess(decoded, output_type="pil")  # type: ignore[no-any-return]
 
-    return loss, picture
+    return draw
 
 
 def export(

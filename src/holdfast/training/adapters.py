@@ -54,7 +54,8 @@ class Adapter:
             UsageError: a target is the end of no layer's name; the nearest ones are told.
         """
         self._check_targets(model)
-        model.requires_grad_(False).to(dtype)
+        for parameter in model.requires_grad_(False).parameters():
+            parameter.data = parameter.data.to(dtype)
         inject_adapter_in_model(self.config(), model)
         layers: Any = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
         for layer in layers:

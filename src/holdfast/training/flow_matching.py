@@ -44,13 +44,13 @@ def noised(latents: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor) -> 
     return (1.0 - sigmas) * latents + sigmas * noise
 
 
-def flow_matching_loss(
+def flow_matching_errors(
     prediction: torch.Tensor, latents: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor, weighting_scheme: str
 ) -> torch.Tensor:
-    """Mean over the batch of each sample's weighted mean squared error, in fp32; a 0-dim tensor."""
+    """Each sample's weighted mean squared error, of shape (batch,), in fp32."""
     weights = compute_loss_weighting_for_sd3(weighting_scheme=weighting_scheme, sigmas=sigmas.float())
     errors = (prediction.float() - (noise - latents).float()) ** 2
-    return (_per_sample(weights, errors) * errors).flatten(1).mean(1).mean()
+    return (_per_sample(weights, errors) * errors).flatten(1).mean(1)
 
 
 def _per_sample(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

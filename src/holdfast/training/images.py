@@ -1,13 +1,15 @@
-"""A folder of images as training data: found, checked, and brought to one size, the same way every time.
+"""Images as training data: found, checked, and brought to a size, the same way every time.
 
-Every image becomes a square of the wanted side: turned as its EXIF data says, laid on white where it is transparent,
-scaled so that its shorter side fits, cut around its centre. Nothing is drawn at random, so a resumed run and any
-number of ranks see the same pixels.
+Every image is turned as its EXIF data says, laid on white where it is transparent, scaled so that it covers the wanted size,
+and cut. Where it is cut and whether it is mirrored is drawn from the run's seed and the sample's number, or fixed: a resumed
+run and any number of ranks see the same pixels, with caches and without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from PIL import Image
+
+    from holdfast.training.config import DiffusionConfig
 
 # Errors of one bad folder are alike: a reader needs the first few and the count.
 SHOWN_FAILURES = 10
@@ -35,8 +39,8 @@ def find_images(folder: Path) -> list[Path]:
     )
 
 
-def image_problems(folder: Path) -> Iterator[str]:
-    """Yields what keeps `folder` from being training data: it is missing, empty, or holds unreadable images."""
+def image_problems(folder: Path, skip: bool = False) -> Iterator[str]:
+    """Yields what keeps `folder` from being training data: it is missing, empty, or holds unreadable images (unless `skip`)."""
     if not folder.is_dir():
         yield f"--instance_data_dir {folder}: there is no such folder."
         return
@@ -44,25 +48,28 @@ def image_problems(folder: Path) -> Iterator[str]:
     if not images:
         yield f"--instance_data_dir {folder} holds no image files. Put the training images directly into it."
         return
-    failures = [problem for path in images if (problem := _read_failure(path)) is not None]
+    failures = [] if skip else [(path, why) for path in images if (why := read_failure(path.read_bytes)) is not None]
     for path, reason in failures[:SHOWN_FAILURES]:
         yield f"{path} cannot be read as an image ({reason}). Repair it or take it out of the folder."
     if len(failures) > SHOWN_FAILURES:
         yield f"{len(failures) - SHOWN_FAILURES} more image(s) in {folder} cannot be read."
 
 
-def _read_failure(path: Path) -> tuple[Path, str] | None:
-    """Reads a whole file, since a truncated one opens without complaint."""
+def read_failure(read: Callable[[], bytes]) -> str | None:
+    """Why the bytes are no image, None where they are one; all of it is decoded, since a truncated file opens well."""
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(path) as image:
+        content = read()
+        if not content:
+            return "it is empty"
+        with Image.open(io.BytesIO(content)) as image:
             image.draft("RGB", (64, 64))  # JPEG only: decodes an eighth of the pixels from all of the bytes
             image.load()
     except UnidentifiedImageError:
-        return path, "not a known image format"
+        return "not a known image format"
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        return path, str(error)
+        return str(error)
     return None
 
 
@@ -84,27 +91,52 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def load_image(path: Path, resolution: int) -> NDArray[np.float32]:
-    """Reads one image as pixels of shape (3, resolution, resolution) with values from -1 to 1."""
-    import numpy as np
+def open_image(file: Path | io.BytesIO) -> Image.Image:
+    """An image in RGB, turned as its EXIF data says."""
     from PIL import Image, ImageOps
 
-    with Image.open(path) as file:
-        image = to_rgb(ImageOps.exif_transpose(file))
-    square = ImageOps.fit(image, (resolution, resolution), method=Image.Resampling.LANCZOS)
-    pixels = np.asarray(square, dtype=np.float32) / np.float32(127.5) - np.float32(1.0)
-    return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+    with Image.open(file) as opened:
+        return to_rgb(ImageOps.exif_transpose(opened))
 
 
-class ImageFolder:
-    """Map-style dataset: item i is the i-th image by name, as `load_image` gives it."""
+def size_of(file: Path | io.BytesIO) -> tuple[int, int]:
+    """Height and width of an image, turned as its EXIF data says; nothing is decoded."""
+    from PIL import ExifTags, Image
 
-    def __init__(self, folder: str | Path, resolution: int) -> None:
-        self.paths = find_images(Path(folder))
-        self.resolution = resolution
+    with Image.open(file) as opened:
+        width, height = opened.size
+        lying = opened.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+    return (width, height) if lying else (height, width)
 
-    def __len__(self) -> int:
-        return len(self.paths)
 
-    def __getitem__(self, index: int) -> NDArray[np.float32]:
-        return load_image(self.paths[index], self.resolution)
+@dataclass(frozen=True)
+class Cut:
+    """How an image is brought to a size: which part of what does not fit stays (0 to 1, left and top), and whether mirrored."""
+
+    height: int
+    width: int
+    centre: tuple[float, float] = (0.5, 0.5)
+    mirrored: bool = False
+    interpolation: str = "lanczos"
+
+    def pixels(self, image: Image.Image) -> NDArray[np.float32]:
+        """Pixels of shape (3, height, width) with values from -1 to 1."""
+        import numpy as np
+        from PIL import Image, ImageOps
+
+        method = Image.Resampling[self.interpolation.upper()]
+        part = ImageOps.fit(image, (self.width, self.height), method=method, centering=self.centre)
+        if self.mirrored:
+            part = ImageOps.mirror(part)
+        values = np.asarray(part, dtype=np.float32) / np.float32(127.5) - np.float32(1.0)
+        return np.ascontiguousarray(values.transpose(2, 0, 1))
+
+
+def cut_of(config: DiffusionConfig, number: int, height: int, width: int) -> Cut:
+    """How sample `number` of a run is cut: the same at each pass."""
+    import numpy as np
+
+    draws = np.random.default_rng([config.seed, number])
+    across, down, side = (float(value) for value in draws.random(3))
+    centre = (0.5, 0.5) if config.center_crop else (across, down)
+    return Cut(height, width, centre, config.random_flip and side < 0.5, config.image_interpolation_mode)

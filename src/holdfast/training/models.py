@@ -149,15 +149,32 @@ def prepare_text_encoder(
         prepared: nn.Module = accelerator.prepare(model)
         return prepared
     plugin = accelerator.state.fsdp_plugin
-    asked = plugin.cpu_offload
     sharded = holdfast.shard(
         model,
-        offload=isinstance(asked, CPUOffloadPolicy) or bool(getattr(asked, "offload_params", False)),
+        offload=_offloads(accelerator),
         compute_dtype=compute_dtype(accelerator),
         version=plugin.fsdp_version,
         use_orig_params=bool(plugin.use_orig_params),
     )
     return load(sharded) if plugin.fsdp_version == 1 else load(sharded, dtype=dtype)
+
+
+def prepare_frozen(
+    accelerator: Accelerator, build: Build, folder: Path, variant: str | None, dtype: torch.dtype
+) -> nn.Module:
+    """A model that is only used, in `dtype`: sharded where the run shards, whole on each rank elsewhere."""
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return load_frozen(build, folder, variant, dtype).to(accelerator.device)
+    with parameters_on_meta():
+        model = build().to(dtype).requires_grad_(False).eval()
+    sharded = holdfast.shard(model, offload=_offloads(accelerator))
+    return holdfast.load_pretrained(sharded, folder, dtype=dtype, variant=variant)
+
+
+def _offloads(accelerator: Accelerator) -> bool:
+    """Whether the accelerate config keeps shards in host memory."""
+    asked = accelerator.state.fsdp_plugin.cpu_offload
+    return isinstance(asked, CPUOffloadPolicy) or bool(getattr(asked, "offload_params", False))
 
 
 def load_frozen(build: Build, folder: Path, variant: str | None, dtype: torch.dtype) -> nn.Module:

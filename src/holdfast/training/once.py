@@ -25,8 +25,8 @@ _REQUEST_S = 60.0  # one request to the store
 _FAREWELL_S = 5.0
 
 
-def once(work: Callable[[], str], per: Literal["node", "run"], deadline_s: float) -> str:
-    """Calls `work` in the first process of each node or of the run; returns this node's (or the run's) result.
+def once(work: Callable[[], str], per: Literal["rank", "node", "run"], deadline_s: float) -> str:
+    """Calls `work` in the first process of each node or of the run, or on every rank; returns this node's (or the run's) result.
 
     Every rank calls this and waits for all the workers. On a worker an error of `work` is raised as it is; on the other
     ranks as UsageError if it was one, else as HoldfastError. DeadlineExceeded where a worker stays silent.
@@ -34,7 +34,7 @@ def once(work: Callable[[], str], per: Literal["node", "run"], deadline_s: float
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()
     rank = dist.get_rank()
-    works = rank == 0 if per == "run" else int(os.environ.get("LOCAL_RANK", "0")) == 0
+    works = {"run": rank == 0, "node": int(os.environ.get("LOCAL_RANK", "0")) == 0, "rank": True}[per]
     everybody: list[tuple[str, bool, str]] = [("", False, "")] * dist.get_world_size()
     dist.all_gather_object(everybody, (socket.gethostname(), works, uuid.uuid4().hex))
     workers = {index: host for index, (host, worker, _) in enumerate(everybody) if worker}

@@ -9,7 +9,7 @@ without.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,27 +23,24 @@ from torch import nn
 from holdfast.engine import rng
 from holdfast.training.ema import Average
 from holdfast.training.models import forget_whole_parameters
+from holdfast.training.prior import Draw
 from holdfast.training.reporter import Reporter
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from holdfast.training.config import DiffusionConfig
 
 logger = logging.getLogger(__name__)
 
-Picture = Callable[[str, torch.Generator], "Image.Image"]
-
 
 @dataclass
 class Validation:
-    """Makes the pictures of a run. `picture(prompt, generator)` makes one with the `models` as they are; all ranks call it."""
+    """Makes the pictures of a run. `draw(prompt, generators)` makes one for each with the `models` as they are; all ranks call it."""
 
     config: DiffusionConfig
     accelerator: Accelerator
     models: Iterable[nn.Module]
     average: Average | None
-    picture: Picture
+    draw: Draw
 
     def __call__(self, reporter: Reporter, phase: str, step: int) -> None:
         """Writes `output_dir/PHASE/step-N/I.png` and shows the pictures in the tracker. Every rank calls this."""
@@ -57,7 +54,7 @@ class Validation:
             for first in range(0, count, ranks):
                 number = first + rank
                 generator = torch.Generator(accelerator.device).manual_seed(config.seed + number)
-                picture = self.picture(prompt, generator)
+                (picture,) = self.draw(prompt, [generator])
                 if number < count:
                     mine.append((number, picture))
         pictures = [picture for _, picture in sorted(gather_object(mine), key=lambda pair: pair[0])]

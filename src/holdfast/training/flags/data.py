@@ -45,10 +45,10 @@ class DataFlags(Flags):
     """Side of the training images in pixels; has no effect with buckets."""
 
     center_crop: bool = False
-    """Cut the middle out of an image that does not fit; else a part that is drawn anew for every pass."""
+    """Cut the middle out of an image that does not fit; else a part that is drawn once for each sample."""
 
     random_flip: bool = False
-    """Mirror images at random."""
+    """Mirror half of the images; which is drawn once for each sample."""
 
     image_interpolation_mode: Interpolation = "lanczos"
     """How images are scaled."""
@@ -77,15 +77,31 @@ class DataFlags(Flags):
         elif self.instance_data_dir is not None:
             from holdfast.training.images import image_problems
 
-            yield from image_problems(Path(self.instance_data_dir))
+            yield from image_problems(Path(self.instance_data_dir), self.skip_unreadable_images)
+        if self.aspect_ratio_buckets is not None:
+            yield from bucket_problems(self.aspect_ratio_buckets)
 
     def warnings(self, total_steps: int) -> Iterator[str]:
         yield from super().warnings(total_steps)
         if self.dataset_name is None:
             yield from self.idle(("dataset_config_name",), "without --dataset_name")
-        if not self.use_aspect_ratio_buckets and self.aspect_ratio_buckets is None:
-            return
-        yield from self.idle(("resolution",), "with --aspect_ratio_buckets") if self.aspect_ratio_buckets else ()
+        if self.aspect_ratio_buckets is not None:
+            yield from self.idle(("resolution",), "on the training images with --aspect_ratio_buckets")
+
+    @property
+    def buckets(self) -> bool:
+        """Whether images are trained in several shapes."""
+        return self.use_aspect_ratio_buckets or self.aspect_ratio_buckets is not None
+
+
+def bucket_problems(text: str, multiple: int = 1) -> Iterator[str]:
+    """Yields what is wrong with `--aspect_ratio_buckets`, whose sides have to be multiples of `multiple`."""
+    for part in text.split(";"):
+        numbers = [number.strip() for number in part.split(",")]
+        if len(numbers) != 2 or not all(number.isdigit() and int(number) > 0 for number in numbers):
+            yield f"--aspect_ratio_buckets: {part.strip()!r} is no height,width; several are separated by semicolons."
+        elif any(int(number) % multiple for number in numbers):
+            yield f"--aspect_ratio_buckets: {part.strip()}: this model needs multiples of {multiple}."
 
 
 @dataclass(kw_only=True)
