@@ -189,11 +189,11 @@ def write_dcp(folder: Path, flattened: bool) -> State:
     return State(snapshot(model, optimizer), [], scheduler.get_last_lr())
 
 
-def sharded() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def sharded(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = build()
+    model = build().to(dtype)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
