@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from holdfast.errors import UsageError
+
+_TAKE_A_VALUE = ("--validate",)
 
 
 @dataclass
@@ -16,13 +19,18 @@ class Run:
     explain: bool = False
     """Only say what would be replaced."""
 
+    validate: Literal["skip", "all-ranks"] = "skip"
+    """What becomes of a forward of a sharded model that one rank makes alone: skipped, or made by all ranks where that is possible."""
+
     cpu_fsdp: bool = False
     """Shard over CPU ranks, on a machine without accelerators. HOLDFAST_CPU_FSDP=1 says the same."""
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The flags before the script, and the script with its arguments: none of ours takes a value."""
-    position = next((i for i, a in enumerate(arguments) if not a.startswith("-")), len(arguments))
+    """The flags before the script, and the script with its arguments."""
+    position = 0
+    while position < len(arguments) and arguments[position].startswith("-"):
+        position += 2 if arguments[position] in _TAKE_A_VALUE else 1
     return arguments[:position], arguments[position:]
 
 
@@ -34,4 +42,4 @@ def run_script(options: Run, script: list[str]) -> int:
     if options.explain:
         print("\n".join(runner.explain(Path(script[0]))))
         return 0
-    return runner.run(Path(script[0]), script[1:], options.cpu_fsdp)
+    return runner.run(Path(script[0]), script[1:], options.cpu_fsdp, options.validate == "all-ranks")

@@ -45,6 +45,7 @@ from holdfast.integrations.lone_forward import LoneForwards
 from holdfast.integrations.presence import Presence
 from holdfast.integrations.script_hooks import Hooks
 from holdfast.integrations.script_state import Counters, ScriptFolder, Sized
+from holdfast.integrations.shared_forward import SharedForwards
 from holdfast.storage import LocalFolder
 
 logger = logging.getLogger("holdfast")
@@ -59,8 +60,9 @@ LEFT_ALONE = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 class Attached:
     """What stands behind one accelerator on one rank. `folder` is where its checkpoints lie, by default its project folder."""
 
-    def __init__(self, accelerator: Any, folder: Path | None = None) -> None:
+    def __init__(self, accelerator: Any, folder: Path | None = None, validate_on_all_ranks: bool = False) -> None:
         self.accelerator = accelerator
+        self._on_all_ranks = validate_on_all_ranks
         self.forwards = LoneForwards()
         self.hooks = Hooks(self)
         self.guard = Guard(self._known_folders)
@@ -99,7 +101,7 @@ class Attached:
 
         def batches(this: Any) -> Any:
             if self.presence is not None and all(m.training for m in self.accelerator._models):
-                self.presence.mark()
+                self.forwards.mark()
             generators, self._generators = self._generators, None
             for batch in kind.__iter__(this):
                 if generators is not None:
@@ -157,6 +159,10 @@ class Attached:
             if a.num_processes > 1:
                 self.presence = Presence(self.checkpointer.peers(), self.checkpointer.peers(), a.process_index, a.num_processes)
                 self.forwards.presence = self.presence
+                if self._on_all_ranks:
+                    self.forwards.shared = SharedForwards(
+                        self.checkpointer.peers(), a.process_index, a.num_processes, list(a._models), DEADLINES.commit
+                    )
         return self.checkpointer
 
     def tidy(self) -> None:
@@ -263,8 +269,7 @@ class Attached:
         """Serve until all ranks have come here, and let go."""
         if self.checkpointer is None:
             return
-        if self.presence is not None:
-            self.presence.end()
+        self.forwards.end()
         try:
             self.checkpointer.close()
         except SaveFailed as error:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from holdfast.integrations import handover, replacements
+from holdfast.integrations import handover, replacements, trainer
 from holdfast.integrations.accelerate import LEFT_ALONE, Attached, attached_to
 from holdfast.integrations.lone_forward import ForwardSkipped
 from holdfast.integrations.script_hooks import Touched
@@ -20,6 +20,9 @@ everybody: list[Attached] = []
 
 folder: Path | None = None
 """Where checkpoints lie that no accelerator has a project folder for."""
+
+validate_on_all_ranks = False
+"""Whether all ranks take part in a forward that one of them comes to alone, where that is possible."""
 
 take_all = False
 """Whether every accelerator gets the engine, or only those that were attached."""
@@ -41,7 +44,7 @@ def take(accelerator: Any, where: Path | None = None) -> Attached:
     attached = attached_to(accelerator)
     if attached is None:
         project = getattr(accelerator, "project_dir", None)
-        attached = Attached(accelerator, where or (None if project else folder))
+        attached = Attached(accelerator, where or (None if project else folder), validate_on_all_ranks)
         accelerator.__dict__["_holdfast"] = attached
         everybody.append(attached)
         install_imported()
@@ -59,7 +62,7 @@ def _left_alone(accelerator: Any) -> bool:
 
 def _prepare(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(self, *args, **kwargs)
-    if take_all and not _left_alone(self) and attached_to(self) is None:
+    if take_all and attached_to(self) is None and not trainer.is_left_alone(self) and not _left_alone(self):
         take(self).tidy()
     attached = attached_to(self)
     if attached is not None:
@@ -92,6 +95,7 @@ def _get_state_dict(original: Any, self: Any, model: Any, unwrap: bool = True) -
 def _wait_for_everyone(original: Any, self: Any) -> Any:
     attached = attached_to(self)
     if attached is not None and attached.presence is not None:
+        attached.forwards.mark()
         attached.presence.barrier()
     return original(self)
 

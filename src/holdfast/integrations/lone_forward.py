@@ -33,6 +33,7 @@ from torch import nn
 from holdfast.engine.names import unwrap
 from holdfast.errors import HoldfastError
 from holdfast.integrations.presence import Presence
+from holdfast.integrations.shared_forward import SharedForwards
 
 logger = logging.getLogger("holdfast")
 
@@ -41,9 +42,7 @@ _OWN = str(Path(__file__).resolve().parent.parent)
 
 
 class ForwardSkipped(HoldfastError):
-    """One rank alone came to a forward of a sharded model."""
-
-    code = "HF400"
+    """One rank alone came to a forward of a sharded model; caught around it."""
 
 
 class _Survivors(threading.local):
@@ -61,6 +60,9 @@ class LoneForwards:
 
     def __init__(self) -> None:
         self.presence: Presence | None = None
+        self.shared: SharedForwards | None = None
+        """Where all ranks are to take part in what one does alone."""
+
         self.training: set[CodeType] = set()
         """The code of the functions that the training loop is in, from its own up to the script."""
 
@@ -72,7 +74,7 @@ class LoneForwards:
         """Look at every forward that enters this sharded model from outside, through its wrapper or past it."""
         for module in {id(m): m for m in (model, unwrap(model))}.values():
             self._handles += [
-                module.register_forward_pre_hook(self._before, prepend=True),
+                module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
                 module.register_forward_hook(self._after, always_call=True),
             ]
 
@@ -81,15 +83,32 @@ class LoneForwards:
             handle.remove()
         self._handles.clear()
 
-    def _before(self, module: nn.Module, args: Any) -> None:
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._depth += 1
-        if self._depth > 1 or self.presence is None:
+        if self._depth > 1 or self.presence is None or (self.shared is not None and self.shared.active):
             return
         if module.training and torch.is_grad_enabled():
             self.presence.forward()
+            if self.shared is not None:
+                self.shared.meet()
         elif not self.presence.together():
+            if self.shared is not None and self.shared.possible(module) and self.shared.begin(module, args, kwargs):
+                return
             self._depth = 0  # what raises in a pre-hook comes to no post-hook
             self._skip(module)
+
+    def mark(self) -> None:
+        """The ranks come to something else in which they wait for each other."""
+        if self.presence is not None:
+            self.presence.mark()
+        if self.shared is not None:
+            self.shared.meet()
+
+    def end(self) -> None:
+        if self.presence is not None:
+            self.presence.end()
+        if self.shared is not None:
+            self.shared.end()
 
     def _after(self, *_: Any) -> None:
         self._depth = max(0, self._depth - 1)

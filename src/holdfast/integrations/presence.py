@@ -102,8 +102,7 @@ class Presence:
         return json.loads(told) if told is not None else None
 
     def barrier(self) -> None:
-        """Until all ranks have come to as many barriers; a rank whose heart has stopped is not waited for."""
-        self.mark()
+        """Until all ranks have come to as many barriers; a rank whose heart has stopped is not waited for. `mark` it before."""
         self._barriers += 1
         number = self._barriers
         self._ask.publish(f"script/barrier/{number}/{self.rank}", b"1")

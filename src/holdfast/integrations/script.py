@@ -18,7 +18,7 @@ logger = logging.getLogger("holdfast")
 _OUTPUT = ("--output_dir", "--output-dir")
 
 
-def run(script: Path, arguments: list[str], cpu_fsdp: bool = False) -> int:
+def run(script: Path, arguments: list[str], cpu_fsdp: bool = False, validate_on_all_ranks: bool = False) -> int:
     """Run the script as `python SCRIPT ARGUMENTS` would; returns the exit code.
 
     Raises:
@@ -31,11 +31,12 @@ def run(script: Path, arguments: list[str], cpu_fsdp: bool = False) -> int:
     cpu_ranks.join_without_accelerator()
     if cpu_ranks.requested(cpu_fsdp):
         cpu_ranks.enable()
-    from holdfast.integrations import drop_in
+    from holdfast.integrations import drop_in, trainer
 
-    drop_in.take_all = True
+    drop_in.take_all, drop_in.validate_on_all_ranks = True, validate_on_all_ranks
     drop_in.folder = _output_folder(arguments)
     drop_in.install()
+    trainer.install()
     with _as_main(script, arguments):
         try:
             runpy.run_path(str(script), run_name="__main__")
@@ -70,21 +71,24 @@ def _as_main(script: Path, arguments: list[str]) -> Iterator[None]:
 
 
 def _abandon() -> None:
-    from holdfast.integrations import drop_in
+    from holdfast.integrations import drop_in, trainer
 
+    trainer.abandon()
     for attached in drop_in.everybody:
         attached.abandon()
 
 
 def _finish() -> int:
     """Close what the script did not, and report."""
-    from holdfast.integrations import drop_in
+    from holdfast.integrations import drop_in, trainer
 
+    lines = trainer.finish()
     for attached in drop_in.everybody:
         attached.close()
-        if attached.accelerator.is_main_process:
-            for line in attached.report():
-                logger.warning("holdfast run: %s", line)
+        lines += attached.report()
+    if os.environ.get("RANK", "0") == "0":
+        for line in lines:
+            logger.warning("holdfast run: %s", line)
     failed = next((a.failed for a in drop_in.everybody if a.failed is not None), None)
     if failed is not None:
         raise HoldfastError(f"the script has ended, and a save of it failed: {failed.args[0]}") from failed
@@ -109,4 +113,6 @@ def explain(script: Path) -> list[str]:
     """
     if not script.is_file():
         raise UsageError(f"there is no script {script}: holdfast run --explain SCRIPT")
-    return [f"{script}: these would be replaced if the script imports their library", *replacements.explain()]
+    from holdfast.integrations import trainer
+
+    return [f"{script}: these would be replaced if the script imports their library", *replacements.explain(), *trainer.explain()]
