@@ -13,16 +13,18 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
 from holdfast.engine.store import SharedStore
 from holdfast.errors import DeadlineExceeded, HoldfastError, UsageError
 
-_POLL_S = 0.2
+POLL_S = 0.2
 _REQUEST_S = 60.0  # one request to the store
 _FAREWELL_S = 5.0
+
+T = TypeVar("T")
 
 
 def once(work: Callable[[], str], per: Literal["rank", "node", "run"], deadline_s: float) -> str:
@@ -35,22 +37,28 @@ def once(work: Callable[[], str], per: Literal["rank", "node", "run"], deadline_
         return work()
     rank = dist.get_rank()
     works = {"run": rank == 0, "node": int(os.environ.get("LOCAL_RANK", "0")) == 0, "rank": True}[per]
-    everybody: list[tuple[str, bool, str]] = [("", False, "")] * dist.get_world_size()
-    dist.all_gather_object(everybody, (socket.gethostname(), works, uuid.uuid4().hex))
-    workers = {index: host for index, (host, worker, _) in enumerate(everybody) if worker}
-    # The token of rank 0 keeps words of an earlier attempt, in a store that outlived it, from being believed.
-    store = SharedStore(f"holdfast/once/{everybody[0][2]}", _REQUEST_S)
+    store, _, everybody = meet((socket.gethostname(), works))
+    workers = {index: host for index, (host, worker) in enumerate(everybody) if worker}
     if works:
         try:
             result = work()
         except Exception as error:
             usage = isinstance(error, UsageError)
-            store.publish(str(rank), _encoded({"problem": error.args[0] if usage else repr(error), "usage": usage}))
-            _let_others_hear(store)
+            store.publish(str(rank), encoded({"problem": error.args[0] if usage else repr(error), "usage": usage}))
+            let_others_hear(store)
             raise
-        store.publish(str(rank), _encoded({"result": result}))
+        store.publish(str(rank), encoded({"result": result}))
     results = _await(store, workers, deadline_s)
     return results[max(index for index in workers if index <= rank)]
+
+
+def meet(word: T) -> tuple[SharedStore, str, list[T]]:
+    """A part of the store that these ranks, in this attempt, have for themselves; its name; and every rank's word."""
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, (word, uuid.uuid4().hex))
+    # The token of rank 0 keeps words of an earlier attempt, in a store that outlived it, from being believed.
+    token = everybody[0][1]
+    return SharedStore(f"holdfast/once/{token}", _REQUEST_S), token, [told for told, _ in everybody]
 
 
 def _await(store: SharedStore, workers: dict[int, str], deadline_s: float) -> dict[int, str]:
@@ -75,15 +83,15 @@ def _await(store: SharedStore, workers: dict[int, str], deadline_s: float) -> di
             raise DeadlineExceeded(
                 f"No word after {deadline_s:.0f} s from {names}, which the other ranks wait for. Look at its log."
             )
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
 
 
-def _let_others_hear(store: SharedStore) -> None:
+def let_others_hear(store: SharedStore) -> None:
     """The store may live in this process, which is about to end; a rank that is at work still is not waited for long."""
     until = time.monotonic() + _FAREWELL_S
     while store.add("heard", 0) < dist.get_world_size() - 1 and time.monotonic() < until:
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
 
 
-def _encoded(word: dict[str, object]) -> bytes:
+def encoded(word: dict[str, object]) -> bytes:
     return json.dumps(word).encode()
