@@ -33,6 +33,7 @@ class Arguments:
     lora: bool = False
     mixin: bool = False
     newest: bool = False
+    mask: float = 0.15
     die_at: int = -1
     block: int = field(default=16)
 
@@ -66,7 +67,8 @@ def main() -> None:
     def collate(rows):  # draws from the global generator, as masking does
         ids = torch.tensor([row["input_ids"] for row in rows])
         labels = ids.clone()
-        labels[torch.rand(ids.shape) < 0.15] = -100
+        if own.mask > 0:
+            labels[torch.rand(ids.shape) < own.mask] = -100
         return {"input_ids": ids, "labels": labels}
 
     kind = Trainer
