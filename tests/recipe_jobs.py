@@ -113,7 +113,7 @@ class Watch:
     model: Any = None
     optimizer: Any = None
     micro_steps: int = 0
-    seen: dict[str, Any] = field(default_factory=lambda: {"samples": [], "generators": [], "state": None})
+    seen: dict[str, Any] = field(default_factory=lambda: {"samples": [], "shapes": [], "generators": [], "state": None})
 
     def install(self) -> None:
         prepare, optimizer, make_loss = models.prepare_model, loop.make_optimizer, recipe.make_loss
@@ -137,6 +137,7 @@ class Watch:
             if micro == 0:
                 self.before(step + 1)
             self.seen["samples"] += [hashlib.sha256(image.float().numpy().tobytes()).hexdigest() for image in images]
+            self.seen["shapes"].append(tuple(images.shape))
             self.seen["generators"].append(hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest())
             return self.spoilt(step + 1, loss(batch))
 

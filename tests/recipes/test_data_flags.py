@@ -73,6 +73,13 @@ def test_buckets_give_the_same_samples_in_their_own_shapes(pool: RankPool, flux_
     epoch = result["samples"][:6]
     assert len(set(epoch)) == 6
     assert sorted(result["samples"][6:12]) == sorted(epoch)
+    assert {shape[2:] for shape in result["shapes"]} == {(16, 16), (16, 24), (24, 16)}
+
+    usual = {**flags, "aspect_ratio_buckets": None, "use_aspect_ratio_buckets": True, "resolution": 32, "max_train_steps": 5}
+    (result,) = pool.run(run, 1, Job({**usual, "output_dir": str(tmp_path / "usual")}))
+    shapes = {shape[2:] for shape in result["shapes"]}
+    assert len(shapes) > 1
+    assert all(abs(height * width - 32 * 32) < 128 for height, width in shapes)
 
 
 def dataset(folder: Path, photo_folder: Path) -> Path:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from recipe_jobs import ADAMW, Job, flags_for, run
+from recipe_jobs import ADAMW, PIPELINE, Job, flags_for, run
+from safetensors.torch import load_file
 from torch import nn
 
 from holdfast.errors import UsageError
@@ -199,6 +200,20 @@ def test_flags_that_change_the_loss(pool: RankPool, flux_folder: Path, photo_fol
     losses = {name: loss(name, **flags) for name, flags in changed.items()}
     assert all(value != plain for value in losses.values()), losses
     assert len(set(losses.values())) == len(losses)
+
+
+def test_clipping_makes_steps_smaller_or_is_left_out(pool: RankPool, flux_folder: Path, photo_folder: Path, tmp_path: Path) -> None:
+    weights, lines = {}, {}
+    for norm in (1.0, 1e-9, 0.0):
+        out = tmp_path / str(norm)
+        first_loss(pool, flux_folder, photo_folder, out, max_grad_norm=norm, lr_warmup_steps=0)
+        weights[norm] = load_file(out / PIPELINE)
+        lines[norm] = read_lines(out / "metrics.jsonl")[0]
+    base = load_file(flux_folder / PIPELINE)
+    moved = {norm: sum(float((tensor - base[name]).abs().sum()) for name, tensor in found.items()) for norm, found in weights.items()}
+    assert moved[1e-9] < 0.1 * moved[1.0]  # AdamW minds the size only where it nears its epsilon
+    assert lines[1.0]["grad_norm"] == lines[1e-9]["grad_norm"] > 1.0
+    assert "grad_norm" not in lines[0.0]
 
 
 def look_at(folder: str, checkpointing: bool) -> dict[str, Any]:

@@ -119,7 +119,8 @@ def both(config: Config, guidance: float | None = 2.5, precision: str = "no") ->
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_loss_is_that_of_the_reference(pool: RankPool, flux_folder, photo_folder, tmp_path, scheme):
-    config = config_for(flux_folder, photo_folder, tmp_path, weighting_scheme=scheme, guidance_scale=2.5)
+    density = {"logit_mean": 0.4, "logit_std": 0.7, "mode_scale": 0.9}
+    config = config_for(flux_folder, photo_folder, tmp_path, weighting_scheme=scheme, guidance_scale=2.5, **density)
     ((ours, reference),) = pool.run(both, 1, config)
     assert ours == pytest.approx(reference, rel=1e-5)
     assert ours > 0

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from PIL import Image
 
-from holdfast.training.images import SHOWN_FAILURES, Cut, find_images, image_problems, open_image
+from holdfast.training.images import Cut, Unreadable, examine, find_images, open_image
 
 
-def load_image(path: Path, side: int) -> np.ndarray:
-    return Cut(side, side).pixels(open_image(path))
+def load_image(path, side: int) -> np.ndarray:
+    return Cut(side, side).pixels(open_image(path.read_bytes()))
 
 
 def gradient(height: int, width: int) -> np.ndarray:
@@ -92,24 +90,29 @@ def test_order_is_that_of_the_names_and_sidecars_are_passed_over(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["jpg", "png"])
-def test_a_truncated_image_is_named(tmp_path, photo_folder, ending):
+def test_a_truncated_image_is_unreadable(tmp_path, photo_folder, ending):
     with Image.open(find_images(photo_folder)[0]) as photo:
         photo.convert("RGB").save(tmp_path / f"good.{ending}")
+        size = photo.size
     whole = (tmp_path / f"good.{ending}").read_bytes()
-    (tmp_path / f"cut.{ending}").write_bytes(whole[: len(whole) // 2])
-    (problem,) = image_problems(tmp_path)
-    assert f"cut.{ending} cannot be read as an image" in problem
+    assert examine(whole) == (size[1], size[0])
+    with pytest.raises(Unreadable):
+        examine(whole[: len(whole) // 2])
 
 
-def test_unreadable_images_are_all_counted(tmp_path: Path):
-    for number in range(SHOWN_FAILURES + 3):
-        (tmp_path / f"{number:02}.jpg").write_text("no image")
-    problems = list(image_problems(tmp_path))
-    assert len(problems) == SHOWN_FAILURES + 1
-    assert "00.jpg cannot be read as an image (not a known image format)" in problems[0]
-    assert problems[-1].startswith("3 more image(s)")
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"", "it is empty"), (b"no image", "not a known image format"), (b"P6 0 0 255\n", None)],
+    ids=["empty", "text", "no pixels"],
+)
+def test_what_is_no_image_is_unreadable(content, reason):
+    with pytest.raises(Unreadable) as raised:
+        examine(content)
+    assert reason is None or str(raised.value) == reason
 
 
-def test_a_folder_without_images_is_refused(tmp_path):
-    (problem,) = image_problems(tmp_path)
-    assert "holds no image files" in problem
+def test_the_size_is_that_of_the_image_as_it_is_seen(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(gradient(16, 48)).save(tmp_path / "turned.jpg", exif=exif)
+    assert examine((tmp_path / "turned.jpg").read_bytes()) == (48, 16)
