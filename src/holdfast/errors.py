@@ -80,3 +80,9 @@ class TrainingDiverged(HoldfastError):
 
     code = "HF400"
     exit_code = 5
+
+
+class CacheDamaged(HoldfastError):
+    """An encoded image or caption is gone or damaged, though it was there when the training began: start again, and it is made anew."""
+
+    code = "HF500"

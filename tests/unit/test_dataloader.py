@@ -160,3 +160,80 @@ def test_a_loader_that_reads_ahead_gets_its_generators_back_after_its_first_batc
     assert torch.equal(torch.rand(()), expected[0])
     assert torch.equal(next(iterator), expected[1])
     assert type(loader) is Lazy
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.sampled_from("abc"), min_size=1, max_size=20),
+    st.integers(0, 5),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6)), min_size=1, max_size=4),
+)
+def test_buckets_have_each_sample_once_an_epoch_however_the_run_is_cut(
+    buckets: list[str], seed: int, parts: list[tuple[int, int, int]]
+) -> None:
+    """Parts are (ranks, batch size, batches): every rank gets as many batches, of one bucket each, none larger than the batch size."""
+    size, samples, state = len(buckets), [], None
+    for world_size, batch_size, steps in parts:
+        loaders = [
+            holdfast.DataLoader(Items(size), batch_size, seed=seed, rank=r, world_size=world_size, buckets=buckets)
+            for r in range(world_size)
+        ]
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(state)
+        iterators = [endless(loader) for loader in loaders]
+        for _ in range(steps):
+            for iterator in iterators:
+                batch = next(iterator).tolist()
+                assert 1 <= len(batch) <= batch_size
+                assert len({buckets[sample] for sample in batch}) == 1
+                samples += batch
+        assert len({str(loader.state_dict()) for loader in loaders}) == 1
+        state = loaders[0].state_dict()
+        assert loaders[0].samples_seen == len(samples)
+    for start in range(0, len(samples), size):
+        epoch = samples[start : start + size]
+        assert len(set(epoch)) == len(epoch)
+        assert len(epoch) < size or Counter(epoch) == Counter(range(size))
+
+
+def endless(loader: holdfast.DataLoader) -> Any:
+    while True:
+        yield from loader
+
+
+def test_batches_in_buckets_come_in_one_order_whatever_the_number_of_ranks_is() -> None:
+    buckets = [index % 3 for index in range(23)]
+
+    def batches(world_size: int) -> list[list[int]]:
+        loaders = [endless(holdfast.DataLoader(Items(23), 4, seed=3, rank=r, world_size=world_size, buckets=buckets)) for r in range(world_size)]
+        return [next(loader).tolist() for _ in range(12 // world_size) for loader in loaders]
+
+    assert batches(1) == batches(2) == batches(3)
+    loader = holdfast.DataLoader(Items(23), 4, seed=3, rank=0, world_size=2, buckets=buckets)
+    assert (loader.batches(1), loader.batches(2)) == (3, 6)  # each epoch has 2 batches of each bucket
+    assert sum(len(list(loader)) for _ in range(2)) == 6
+    assert loader.epoch == 2
+
+
+def test_a_run_goes_on_in_buckets_and_without_only_where_no_sample_is_lost() -> None:
+    plain = holdfast.DataLoader(Items(5), 2, rank=0, world_size=1)
+    first = next(iter(plain)).tolist()
+    bucketed = holdfast.DataLoader(Items(5), 2, rank=0, world_size=1, buckets=[0, 1, 0, 1, 0])
+    bucketed.load_state_dict(plain.state_dict())
+    assert sorted(first + [sample for batch in bucketed for sample in batch.tolist()]) == list(range(5))
+    plain.load_state_dict(bucketed.state_dict())
+    assert plain.epoch == 1
+    fresh = holdfast.DataLoader(Items(4), 2, shuffle=False, rank=0, world_size=1, buckets=[0, 1, 0, 1])
+    next(iter(fresh))
+    with pytest.raises(UsageError, match="in the middle of an epoch with buckets"):
+        holdfast.DataLoader(Items(4), 2, shuffle=False, rank=0, world_size=1).load_state_dict(fresh.state_dict())
+
+
+def test_workers_read_ahead_in_buckets_and_the_position_is_the_loops() -> None:
+    buckets = [0, 1, 1, 0, 1, 0, 0]
+    plain = holdfast.DataLoader(Items(7), 2, seed=1, rank=0, world_size=1, buckets=buckets)
+    ahead = holdfast.DataLoader(Items(7), 2, seed=1, num_workers=2, rank=0, world_size=1, buckets=buckets)
+    for expected, batch in zip(plain, ahead, strict=True):
+        assert batch.tolist() == expected.tolist()
+        assert ahead.state_dict() == plain.state_dict()

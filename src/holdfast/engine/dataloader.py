@@ -10,15 +10,16 @@ makes it, or on how often the run was interrupted; without workers samples draw 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from holdfast.engine import rng
+from holdfast.engine.batches import BucketBatches, GlobalBatches
 from holdfast.errors import UsageError
 
 
@@ -37,49 +38,6 @@ class _Seeded(Dataset[Any]):
         return self.dataset[index]
 
 
-class _GlobalBatches(Sampler[list[Any]]):
-    """The batches of one rank, from the loader's position to the end of its epoch."""
-
-    def __init__(
-        self, size: int, batch_size: int, shuffle: bool, seed: int, rank: int, world_size: int, places: bool
-    ) -> None:
-        self.size, self.batch_size, self.shuffle, self.seed = size, batch_size, shuffle, seed
-        self.places = places
-        self.rank, self.world_size = rank, world_size
-        self.position = 0
-
-    @property
-    def stride(self) -> int:
-        return self.batch_size * self.world_size
-
-    def __len__(self) -> int:
-        """Batches until the current epoch's samples have all been given out."""
-        return -(-(self.size - self.position % self.size) // self.stride)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        start = self.position
-        for _ in range(len(self)):
-            mine = start + self.rank * self.batch_size
-            places = range(mine, mine + self.batch_size)
-            yield [(i, self._sample(i)) for i in places] if self.places else [self._sample(i) for i in places]
-            start += self.stride
-
-    def _sample(self, index: int) -> int:
-        epoch, place = divmod(index, self.size)
-        return self._order(epoch)[place]
-
-    def _order(self, epoch: int) -> list[int]:
-        cached: tuple[int, list[int]] | None = getattr(self, "_cached", None)
-        if cached is None or cached[0] != epoch:
-            if self.shuffle:
-                generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % (1 << 63))
-                order = torch.randperm(self.size, generator=generator).tolist()
-            else:
-                order = list(range(self.size))
-            self._cached = cached = (epoch, order)
-        return cached[1]
-
-
 class DataLoader(TorchDataLoader[Any]):
     """torch's DataLoader over one global, resumable order of a map-style dataset.
 
@@ -90,6 +48,8 @@ class DataLoader(TorchDataLoader[Any]):
         seed: of the permutations; the same on all ranks.
         rank, world_size: of the data-parallel group; by default those of the default process group.
         num_workers, collate_fn, pin_memory: as in torch.
+        buckets: for each sample what it shares with those that it may be in one batch with (its size, say). Batches of one bucket
+            each are as large as `batch_size`, but for the last ones of an epoch, which hold what is left.
 
     One `for` over the loader gives the rest of the current epoch. `epoch` and `samples_seen` count what has been handed to
     the loop, on all ranks together; batches that workers have read ahead do not count.
@@ -113,6 +73,7 @@ class DataLoader(TorchDataLoader[Any]):
         pin_memory: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
+        buckets: Sequence[Any] | None = None,
     ) -> None:
         distributed = dist.is_available() and dist.is_initialized()
         rank = rank if rank is not None else dist.get_rank() if distributed else 0
@@ -124,7 +85,10 @@ class DataLoader(TorchDataLoader[Any]):
             raise UsageError("the dataset is empty")
         if batch_size < 1:
             raise UsageError(f"batch_size is {batch_size}, should be at least 1")
-        batches = _GlobalBatches(size, batch_size, shuffle, seed, rank, world_size, places=num_workers > 0)
+        if buckets is not None and len(buckets) != size:
+            raise UsageError(f"buckets has {len(buckets)} entries for {size} samples")
+        how = (size, batch_size, shuffle, seed, rank, world_size, num_workers > 0)
+        batches = GlobalBatches(*how) if buckets is None else BucketBatches(buckets, *how)
         # A generator of its own: torch would draw the workers' seed from the global one at every iter().
         super().__init__(
             _Seeded(dataset, seed) if num_workers > 0 else dataset,
@@ -147,14 +111,18 @@ class DataLoader(TorchDataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         for batch in super().__iter__():
-            self._batches.position += self._batches.stride
+            self._batches.advance()
             yield batch
 
-    def state_dict(self) -> dict[str, int | bool]:
-        b = self._batches
-        return {"samples_seen": b.position, "dataset_size": b.size, "seed": b.seed, "shuffle": b.shuffle}
+    def batches(self, epochs: int) -> int:
+        """How many batches each rank gets in so many epochs, from the beginning of the run."""
+        return self._batches.count(epochs)
 
-    def load_state_dict(self, state: dict[str, int | bool]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        b = self._batches
+        return {**b.state(), "dataset_size": b.size, "seed": b.seed, "shuffle": b.shuffle}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` stood, on any number of ranks and with any batch size.
 
         Raises:
@@ -167,4 +135,4 @@ class DataLoader(TorchDataLoader[Any]):
                     f"the data loader's {key} is {mine[key]}, it was {state[key]} when the checkpoint was saved: "
                     "the order of the samples would be another one; restore it, or start a new run"
                 )
-        self._batches.position = int(state["samples_seen"])
+        self._batches.load(state)

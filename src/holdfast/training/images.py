@@ -8,7 +8,6 @@ run and any number of ranks see the same pixels, with caches and without.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from holdfast.training.config import DiffusionConfig
-
-# Errors of one bad folder are alike: a reader needs the first few and the count.
-SHOWN_FAILURES = 10
 
 
 def find_images(folder: Path) -> list[Path]:
@@ -39,38 +35,33 @@ def find_images(folder: Path) -> list[Path]:
     )
 
 
-def image_problems(folder: Path, skip: bool = False) -> Iterator[str]:
-    """Yields what keeps `folder` from being training data: it is missing, empty, or holds unreadable images (unless `skip`)."""
-    if not folder.is_dir():
-        yield f"--instance_data_dir {folder}: there is no such folder."
-        return
-    images = find_images(folder)
-    if not images:
-        yield f"--instance_data_dir {folder} holds no image files. Put the training images directly into it."
-        return
-    failures = [] if skip else [(path, why) for path in images if (why := read_failure(path.read_bytes)) is not None]
-    for path, reason in failures[:SHOWN_FAILURES]:
-        yield f"{path} cannot be read as an image ({reason}). Repair it or take it out of the folder."
-    if len(failures) > SHOWN_FAILURES:
-        yield f"{len(failures) - SHOWN_FAILURES} more image(s) in {folder} cannot be read."
+class Unreadable(Exception):
+    """These bytes are no image; the message says why."""
 
 
-def read_failure(read: Callable[[], bytes]) -> str | None:
-    """Why the bytes are no image, None where they are one; all of it is decoded, since a truncated file opens well."""
-    from PIL import Image, UnidentifiedImageError
+def examine(content: bytes) -> tuple[int, int]:
+    """Height and width of an image, turned as its EXIF data says; all of it is decoded, since a truncated file opens well.
 
+    Raises:
+        Unreadable: it is none, or has no pixels.
+    """
+    from PIL import ExifTags, Image, UnidentifiedImageError
+
+    if not content:
+        raise Unreadable("it is empty")
     try:
-        content = read()
-        if not content:
-            return "it is empty"
         with Image.open(io.BytesIO(content)) as image:
+            width, height = image.size
+            lying = image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
             image.draft("RGB", (64, 64))  # JPEG only: decodes an eighth of the pixels from all of the bytes
             image.load()
     except UnidentifiedImageError:
-        return "not a known image format"
+        raise Unreadable("not a known image format") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        return str(error)
-    return None
+        raise Unreadable(str(error)) from None
+    if not width or not height:
+        raise Unreadable("it has no pixels")
+    return (width, height) if lying else (height, width)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -91,22 +82,12 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def open_image(file: Path | io.BytesIO) -> Image.Image:
+def open_image(content: bytes) -> Image.Image:
     """An image in RGB, turned as its EXIF data says."""
     from PIL import Image, ImageOps
 
-    with Image.open(file) as opened:
+    with Image.open(io.BytesIO(content)) as opened:
         return to_rgb(ImageOps.exif_transpose(opened))
-
-
-def size_of(file: Path | io.BytesIO) -> tuple[int, int]:
-    """Height and width of an image, turned as its EXIF data says; nothing is decoded."""
-    from PIL import ExifTags, Image
-
-    with Image.open(file) as opened:
-        width, height = opened.size
-        lying = opened.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
-    return (width, height) if lying else (height, width)
 
 
 @dataclass(frozen=True)

@@ -84,13 +84,18 @@ class Crew:
         with self._together(what) as prefix:
             yield numbers()
 
-    def tell(self, value: Any) -> list[Any]:
-        """What each rank of this crew tells, by rank; every rank calls this, and none in a collective."""
+    def tell_all(self, value: Any) -> list[Any]:
+        """What each rank tells, by rank; every rank calls this, and none waits in a collective."""
         if self.store is None:
             return [value]
         with self._together("the exchange of results") as prefix:
             self.store.publish(f"{prefix}/told/{self.rank}", json.dumps(value).encode())
-        return [json.loads(self.store.look(f"{prefix}/told/{rank}") or b"null") for rank in self.mine]
+        return [json.loads(self.store.look(f"{prefix}/told/{rank}") or b"null") for rank in range(len(self.hosts))]
+
+    def tell(self, value: Any) -> list[Any]:
+        """What each rank of this crew tells, in the order of the ranks."""
+        told = self.tell_all(value)
+        return [told[rank] for rank in self.mine]
 
     def _claims(self, count: int, key: str) -> Iterator[int]:
         if self.store is None:

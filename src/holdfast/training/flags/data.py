@@ -75,9 +75,9 @@ class DataFlags(Flags):
             given = "neither" if self.dataset_name is None else "both"
             yield f"{given} of --instance_data_dir and --dataset_name given; the images come from one of them."
         elif self.instance_data_dir is not None:
-            from holdfast.training.images import image_problems
+            from holdfast.training.samples import folder_problems
 
-            yield from image_problems(Path(self.instance_data_dir), self.skip_unreadable_images)
+            yield from folder_problems(Path(self.instance_data_dir), self.caption_column)
         if self.aspect_ratio_buckets is not None:
             yield from bucket_problems(self.aspect_ratio_buckets)
 
