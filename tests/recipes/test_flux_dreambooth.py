@@ -155,6 +155,16 @@ def test_fsdp_that_accelerate_would_ignore_is_a_mistake(pool: RankPool, flux_fol
     assert not (tmp_path / "out").exists()
 
 
+def test_layers_that_the_model_does_not_have_are_a_mistake(pool: RankPool, flux_folder, photo_folder, tmp_path):
+    flags = flags_for(flux_folder, photo_folder, tmp_path / "out", cpu_fsdp=True)
+    for version in ("1", "2"):
+        wrong = {**FSDP, "FSDP_VERSION": version, "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer"}
+        for code, text in pool.run(refused, 2, flags, wrong):
+            assert code == 2
+            assert "fsdp_transformer_layer_cls_to_wrap does not fit" in text
+            assert "LlamaDecoderLayer" in text
+
+
 def test_half_precision_that_the_device_lacks_is_a_mistake(pool: RankPool, flux_folder, photo_folder, tmp_path):
     flags = flags_for(flux_folder, photo_folder, tmp_path / "out", mixed_precision="fp16")
     ((code, text),) = pool.run(refused, 1, flags, {"ACCELERATE_USE_CPU": "true"})
