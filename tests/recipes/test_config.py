@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import tyro
 
+import holdfast
 from holdfast.errors import UsageError
 from holdfast.recipes.flux_dreambooth import Config
 
@@ -165,7 +166,9 @@ def test_wrong_flags_need_no_torch(flux_folder, photo_folder, tmp_path):
     ],
 )
 def test_total_steps(valid, change, images, ranks, steps):
-    assert Config(**{**valid, **change}).total_steps(images, ranks) == steps
+    config = Config(**{**valid, **change})
+    loader = holdfast.DataLoader(range(images), config.train_batch_size, rank=0, world_size=ranks)
+    assert config.total_steps(loader.batches) == steps
 
 
 @pytest.mark.parametrize(

@@ -67,15 +67,15 @@ def test_buckets_are_killed_and_resumed_cached_or_not(pool: RankPool, flux_folde
 def test_buckets_give_the_same_samples_in_their_own_shapes(pool: RankPool, flux_folder, photo_folder, tmp_path):
     folder = shutil.copytree(photo_folder, tmp_path / "photos")
     Image.open(next(folder.glob("*.png"))).resize((96, 144)).save(folder / "tall.png")  # beside a wide and a square one
-    flags = flags_for(flux_folder, folder, tmp_path / "out", **ADAMW, **BUCKETS, max_train_steps=8)
-    flags |= {"gradient_accumulation_steps": 1}
+    flags = flags_for(flux_folder, folder, tmp_path / "out", **ADAMW, **BUCKETS, num_train_epochs=2)
+    flags |= {"max_train_steps": None, "gradient_accumulation_steps": 1}
     (result,) = pool.run(run, 1, Job(flags))
     epoch = result["samples"][:6]
     assert len(set(epoch)) == 6
-    assert sorted(result["samples"][6:12]) == sorted(epoch)
+    assert sorted(result["samples"][6:]) == sorted(epoch)  # and then the run ends, however many batches that took
     assert {shape[2:] for shape in result["shapes"]} == {(16, 16), (16, 24), (24, 16)}
 
-    usual = {**flags, "aspect_ratio_buckets": None, "use_aspect_ratio_buckets": True, "resolution": 32, "max_train_steps": 5}
+    usual = {**flags, "aspect_ratio_buckets": None, "use_aspect_ratio_buckets": True, "resolution": 32}
     (result,) = pool.run(run, 1, Job({**usual, "output_dir": str(tmp_path / "usual")}))
     shapes = {shape[2:] for shape in result["shapes"]}
     assert len(shapes) > 1

@@ -155,7 +155,7 @@ def prepare(parts: Parts[Config]) -> tuple[Training, dict[str, Adapter]]:
     draw = make_draw(parts, models["transformer"], vae, text, parts.dtype)
     validation = Validation(config, accelerator, list(models.values()), average, draw)
     loss = make_loss(parts, models["transformer"], vae, text)
-    return Training(models, make_loader(config, accelerator, data), len(data), loss, average, validation), adapters
+    return Training(models, make_loader(config, accelerator, data), loss, average, validation), adapters
 
 
 def build_transformer(base: Path, npu_attention: bool = False) -> nn.Module:

@@ -43,13 +43,12 @@ Validate = Callable[[Reporter, str, int], None]
 class Training:
     """What a recipe brings. `models` are trained (prepared), by the part of the pipeline that they are.
 
-    `loss` gives the mean loss (0-dim) of one collated batch of `loader`, whose dataset has `samples` samples.
+    `loss` gives the mean loss (0-dim) of one collated batch of `loader`, which is a `holdfast.DataLoader`.
     `validate(reporter, phase, step)` makes pictures, on all ranks together.
     """
 
     models: dict[str, nn.Module]
-    loader: Any
-    samples: int
+    loader: holdfast.DataLoader
     loss: Loss
     average: Average | None = None
     validate: Validate | None = None
@@ -73,7 +72,7 @@ def train(config: DiffusionConfig, accelerator: Accelerator, run: Continuation, 
         TrainingDiverged: on every rank after the same step.
     """
     world_size = accelerator.num_processes
-    total = config.total_steps(training.samples, world_size)
+    total = config.total_steps(training.loader.batches)
     for line in config.warnings(total) if accelerator.is_main_process else ():
         logger.warning(line)
     optimizer = accelerator.prepare_optimizer(make_optimizer(config, training.models, world_size), device_placement=False)
@@ -206,7 +205,7 @@ def _steps(
         yield step, losses / config.gradient_accumulation_steps, norm
 
 
-def _endless(loader: Any) -> Iterator[Any]:
+def _endless(loader: holdfast.DataLoader) -> Iterator[Any]:
     while True:
         yield from loader
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -102,9 +102,8 @@ class RunFlags(Flags):
         inside = Path(self.output_dir) / given
         return inside if not given.exists() and inside.exists() else given
 
-    def total_steps(self, samples: int, world_size: int) -> int:
-        """Optimizer steps of the whole run. The stream of samples has no gaps: an epoch may end inside a batch."""
+    def total_steps(self, batches: Callable[[int], int]) -> int:
+        """Optimizer steps of the whole run; `batches` gives how many micro batches a rank gets in so many epochs."""
         if self.max_train_steps is not None:
             return self.max_train_steps
-        per_step = world_size * self.train_batch_size * self.gradient_accumulation_steps
-        return -(-self.num_train_epochs * samples // per_step)
+        return -(-batches(self.num_train_epochs) // self.gradient_accumulation_steps)
