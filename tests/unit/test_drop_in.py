@@ -131,6 +131,18 @@ def test_the_last_complete_checkpoint_stays_until_a_newer_one_is_there(tmp_path:
     assert [c.step for c in survey(LocalFolder(tmp_path)).complete] == [3]
 
 
+def test_the_checkpoint_of_another_program_stays_until_there_is_one_of_ours(tmp_path: Path) -> None:
+    foreign = tmp_path / "checkpoint-1"
+    foreign.mkdir()
+    (foreign / "model.safetensors").write_bytes(b"weights")
+    guard = Guard(lambda: {foreign: False, tmp_path / "checkpoint-2": False})
+    guard.rmtree(shutil.rmtree, foreign)
+    assert foreign.exists()
+    checkpoints(tmp_path, 2)
+    guard.settle()
+    assert not foreign.exists()
+
+
 def test_several_ranks_may_delete_the_same_folder_at_once(tmp_path: Path) -> None:
     checkpoints(tmp_path, 1, 2)
     guards = [Guard(lambda: {tmp_path / f"checkpoint-{n}": False for n in (1, 2)}) for _ in range(2)]
@@ -226,7 +238,7 @@ class Position:
         self.value = state["value"]
 
 
-def training(folder: Path, steps: int, resume: bool = False) -> tuple[list[float], int, list[torch.Tensor]]:
+def training(folder: Path, steps: int, resume: bool = False, engine: bool = True) -> tuple[list[float], int, list[torch.Tensor]]:
     """Two models with an optimizer each, a registered object, and accelerate's own names for checkpoints."""
     settings = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=1)
     accelerator = Accelerator(cpu=True, project_config=settings)
@@ -237,7 +249,7 @@ def training(folder: Path, steps: int, resume: bool = False) -> tuple[list[float
     position = Position()
     accelerator.register_for_checkpointing(position)
     a, b, first, second, batches = accelerator.prepare(*models, *optimizers, loader)
-    attached = attach(accelerator)
+    attached = attach(accelerator) if engine else None
     if resume:
         accelerator.load_state()
     losses = []
@@ -254,11 +266,11 @@ def training(folder: Path, steps: int, resume: bool = False) -> tuple[list[float
         if position.value % 2 == 0:
             accelerator.save_state()
     accelerator.end_training()
-    assert attached.failed is None
+    assert attached is None or attached.failed is None
     return losses, position.value, [p.detach().clone() for m in models for p in m.parameters()]
 
 
-def again(undo: Any) -> None:
+def again() -> None:
     drop_in.everybody.clear()
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
@@ -266,14 +278,27 @@ def again(undo: Any) -> None:
 
 def test_attach_keeps_everything_that_was_registered(tmp_path: Path, undone: None) -> None:
     whole = training(tmp_path / "whole", 6)
-    again(None)
+    again()
     part = training(tmp_path / "part", 4)
-    again(None)
+    again()
     rest = training(tmp_path / "part", 6, resume=True)
     assert part[0] + rest[0] == whole[0]
     assert rest[1] == 6
     assert all(torch.equal(x, y) for x, y in zip(rest[2], whole[2], strict=True))
     # total_limit 1, counted on after the resume, and never none
+    assert [c.folder for c in survey(LocalFolder(tmp_path / "part" / "checkpoints")).complete] == ["checkpoint_2"]
+
+
+def test_attach_goes_on_from_what_accelerate_has_saved(tmp_path: Path, undone: None) -> None:
+    whole = training(tmp_path / "whole", 6)
+    again()
+    drop_in.replaced.undo()
+    training(tmp_path / "part", 4, engine=False)
+    assert (tmp_path / "part" / "checkpoints" / "checkpoint_1" / "model_1.safetensors").exists()
+    again()
+    rest = training(tmp_path / "part", 6, resume=True)
+    assert rest[0] == whole[0][4:]
+    assert all(torch.equal(x, y) for x, y in zip(rest[2], whole[2], strict=True))
     assert [c.folder for c in survey(LocalFolder(tmp_path / "part" / "checkpoints")).complete] == ["checkpoint_2"]
 
 

@@ -141,7 +141,7 @@ class Attached:
             self.storage = ScriptFolder(usable_folder(self._root()).root)
             self.storage.remove_folder(handover.FOLDER)
             loaders = [d for d in a._dataloaders if getattr(d, "use_stateful_dataloader", False)]
-            custom = {f"custom{i}": o for i, o in enumerate(a._custom_objects)}
+            custom = {f"custom_checkpoint_{i}": o for i, o in enumerate(a._custom_objects)}
             self.models = {"" if len(a._models) == 1 else str(i): m for i, m in enumerate(a._models)}
             self.checkpointer = Checkpointer(
                 self.storage,
@@ -230,6 +230,7 @@ class Attached:
         except (CorruptCheckpoint, CheckpointNotFound) as error:
             raise self._set_aside(path, error) from error
         self._resumed_from = path
+        self.counters.resumed(path)
         if not any(getattr(d, "use_stateful_dataloader", False) for d in self.accelerator._dataloaders):
             self._generators = rng.capture()
 

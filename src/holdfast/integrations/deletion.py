@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.manifest import MANIFEST_FILE, Manifest
+from holdfast.core.manifest import MANIFEST_FILE, RANK_NAME, Manifest
 from holdfast.errors import CheckpointError
 
 logger = logging.getLogger("holdfast")
@@ -56,7 +56,7 @@ class Guard:
         others = [order for folder in self._known() if folder not in inside and (order := _order(folder)) is not None]
         orders = [order for folder in inside if (order := _order(folder)) is not None]
         writing = any(self._known()[folder] for folder in inside)
-        return not writing and (not orders or max(others, default=(0, 0)) > max(orders))
+        return not writing and (not orders or max(others, default=(-1, 0)) > max(orders))
 
     def _remove(self, target: Path, remove: Callable[[], Any]) -> Any:
         try:
@@ -68,8 +68,12 @@ class Guard:
 
 
 def _order(folder: Path) -> tuple[int, int] | None:
+    """When a complete checkpoint was asked for, as in its manifest; another program's, that this run was resumed from, is the oldest."""
     try:
         return Manifest.parse((folder / MANIFEST_FILE).read_bytes(), str(folder)).order
+    except FileNotFoundError:
+        names = os.listdir(folder) if folder.is_dir() else []
+        return (0, 0) if names and not any(RANK_NAME.fullmatch(name) for name in names) else None
     except (OSError, CheckpointError):
         return None
 

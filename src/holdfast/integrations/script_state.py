@@ -44,17 +44,22 @@ class Counters:
     def state_dict(self) -> dict[str, Any]:
         a = self._accelerator
         epochs = [int(getattr(d, "iteration", 0)) for d in a._dataloaders]
-        return {"step": self._step, "iteration": a.project_configuration.iteration, "epochs": epochs, "steps": self.steps}
+        return {"step": self._step, "epochs": epochs, "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         a = self._accelerator
         a.step = self._step = state["step"]
         self.steps = state["steps"]
-        a.project_configuration.iteration = state["iteration"] + 1  # the saved one has its folder
         if len(state["epochs"]) == len(a._dataloaders):
             for loader, epoch in zip(a._dataloaders, state["epochs"], strict=True):
                 if hasattr(loader, "iteration"):
                     loader.iteration = epoch
+
+    def resumed(self, folder: Path) -> None:
+        """Go on after this folder where accelerate gives the names: the next one of its own would be there already."""
+        settings = self._accelerator.project_configuration
+        if settings.automatic_checkpoint_naming and (number := re.findall(r"\d+$", folder.name)):
+            settings.iteration = int(number[0]) + 1
 
     def next_folder(self, parent: Path) -> Path:
         """Accelerate's automatic name; beyond `total_limit` the oldest go."""
