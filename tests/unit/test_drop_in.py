@@ -6,7 +6,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import accelerate
 import pytest
@@ -19,11 +19,12 @@ import holdfast
 from holdfast.cli import main
 from holdfast.engine.resume import survey
 from holdfast.engine.store import LocalStore
-from holdfast.errors import UsageError
+from holdfast.errors import HoldfastError, UsageError
 from holdfast.integrations import drop_in, replacements
 from holdfast.integrations import presence as presence_module
 from holdfast.integrations.accelerate import attach
 from holdfast.integrations.deletion import Guard
+from holdfast.integrations.lone_forward import LoneForwards
 from holdfast.integrations.presence import Presence
 from holdfast.storage import LocalFolder
 
@@ -85,7 +86,7 @@ def test_what_cannot_be_replaced_stops_before_the_training(monkeypatch: pytest.M
     original = Accelerator.save_state
     monkeypatch.setattr(Accelerator, "save_state", lambda self, folder: None)
     monkeypatch.delattr(Accelerator, "end_training")
-    with pytest.raises(UsageError, match="(?s)save_state has no parameter output_dir.*end_training is not there"):
+    with pytest.raises(UsageError, match=r"(?s)save_state has no parameter output_dir.*end_training is not there"):
         drop_in.install()
     assert Accelerator.load_state.__module__ == "accelerate.accelerator"
     assert not hasattr(Accelerator.load_state, "__wrapped__")
@@ -222,6 +223,89 @@ def test_a_barrier_waits_for_all() -> None:
         b.barrier()
         waiting.join(5)
         assert done == ["a"]
+
+
+# -- a forward on one rank alone
+
+
+class Alone:
+    """Stands for the other ranks, which do not come."""
+
+    rank = 0
+
+    def forward(self) -> None:
+        pass
+
+    def together(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def watched() -> tuple[LoneForwards, torch.nn.Module]:
+    model = torch.nn.Linear(2, 2)
+    forwards = LoneForwards()
+    forwards.presence = Alone()  # type: ignore[assignment]
+    forwards.watch(model)
+    return forwards, model
+
+
+def test_the_outermost_function_that_is_not_the_training_is_left(watched: tuple[LoneForwards, torch.nn.Module]) -> None:
+    forwards, model = watched
+    reached: list[str] = []
+
+    def picture() -> torch.Tensor:
+        with torch.no_grad():
+            return model(torch.ones(1, 2))  # type: ignore[no-any-return]
+
+    picture = forwards._surviving(picture)  # type: ignore[arg-type]
+
+    def log_validation() -> list[torch.Tensor]:
+        images = [picture()]
+        reached.append("logged")
+        return images
+
+    validate = forwards._surviving(log_validation)  # type: ignore[arg-type]
+
+    def train() -> str:
+        model(torch.ones(1, 2)).sum().backward()
+        assert validate() is None
+        model(torch.ones(1, 2)).sum().backward()
+        return "trained"
+
+    forwards.training.add(train.__code__)
+    assert forwards._surviving(train)() == "trained"  # type: ignore[arg-type]
+    assert reached == []
+    assert [line.rpartition("<locals>.")[2] for line in forwards.skipped] == ["log_validation() of test_drop_in.py"]
+
+
+def test_without_anything_around_it_the_run_ends_with_a_message(watched: tuple[LoneForwards, torch.nn.Module]) -> None:
+    _, model = watched
+    with torch.no_grad(), pytest.raises(HoldfastError, match="a forward of the sharded Linear on this rank alone"):
+        model(torch.ones(1, 2))
+
+
+def test_a_pipeline_returns_a_black_picture(
+    watched: tuple[LoneForwards, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forwards, model = watched
+
+    class Pipeline:
+        components: ClassVar[dict[str, Any]] = {"unet": model}
+
+        def __call__(self) -> Any:
+            with torch.no_grad():
+                return self.components["unet"](torch.ones(1, 2))
+
+    class Owner:
+        def owns(self, module: Any) -> bool:
+            return module is model
+
+    owner: Any = Owner()
+    owner.forwards = forwards
+    monkeypatch.setattr(drop_in, "everybody", [owner])
+    drop_in._survive(Pipeline)
+    assert Pipeline()().images[0].getextrema() == ((0, 0), (0, 0), (0, 0))
+    assert forwards.skipped == ["a call of Pipeline (a black picture stands for its result)"]
 
 
 # -- attach
