@@ -99,7 +99,8 @@ def recipe_loss(config: Config, pixels: torch.Tensor, precision: str) -> float:
     accelerator = make_accelerator(dataclasses.replace(config, mixed_precision=precision))
     base = Path(config.pretrained_model_name_or_path)
     parts = Parts(config, accelerator, base, fingerprints(base, recipe.PARTS, None))
-    text = recipe.Text(parts, [config.instance_prompt])
+    text = recipe.Text(parts)
+    text.encode([config.instance_prompt])
     transformer = prepare_model(
         accelerator, lambda: recipe.build_transformer(base), base / "transformer", None, checkpointing=False
     )
@@ -113,7 +114,7 @@ def both(config: Config, guidance: float | None = 2.5, precision: str = "no") ->
     from holdfast.training.images import Cut, find_images, open_image
 
     cut, paths = Cut(config.resolution, config.resolution), find_images(Path(str(config.instance_data_dir)))
-    pixels = torch.from_numpy(np.stack([cut.pixels(open_image(path)) for path in paths[:BATCH]]))
+    pixels = torch.from_numpy(np.stack([cut.pixels(open_image(path.read_bytes())) for path in paths[:BATCH]]))
     return recipe_loss(config, pixels, precision), reference_loss(config, pixels, guidance)
 
 

@@ -7,7 +7,7 @@ wrong flags need no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,29 +120,32 @@ def prepare(parts: Parts[Config]) -> tuple[Training, dict[str, Adapter]]:
     from holdfast.training.ema import average_of
     from holdfast.training.loop import Training
     from holdfast.training.models import prepare_model, prepare_text_encoder
-    from holdfast.training.parts import Autoencoder
+    from holdfast.training.parts import Autoencoder, give_back_memory
     from holdfast.training.prior import make_class_images
     from holdfast.training.samples import instance_samples
     from holdfast.training.validation import Validation
 
     config, accelerator = parts.config, parts.accelerator
-    instances = instance_samples(config, config.cache_dir)
-    named = [config.validation_prompt, config.last_prompt, config.class_prompt if config.with_prior_preservation else None]
-    prompts = {sample.caption for sample in instances} | {prompt for prompt in named if prompt is not None}
-    text = Text(parts, sorted(prompts))
-    vae = Autoencoder(parts, AutoencoderKL)
-    if config.with_prior_preservation:
-        make_class_images(config, accelerator, lambda dtype: base_pipeline(parts, vae, text, dtype))
-    data = TrainingData(config, instances, class_samples(config), vae.side)
-    if config.cache_latents:
-        vae.cache(data)
-
-    adapters = {}
-    if (adapter := adapter_of(config, LORA_LAYERS)) is not None:
-        adapters["transformer"] = adapter
 
     def build() -> nn.Module:
         return build_transformer(parts.base, config.enable_npu_flash_attention)
+
+    adapters = {}
+    if (adapter := adapter_of(config, LORA_LAYERS, build)) is not None:
+        adapters["transformer"] = adapter
+
+    instances = instance_samples(config, config.cache_dir)
+    named = [config.validation_prompt, config.last_prompt, config.class_prompt if config.with_prior_preservation else None]
+    text = Text(parts)
+    text.encode([sample.caption for sample in instances] + [prompt for prompt in named if prompt is not None])
+    vae = Autoencoder(parts, AutoencoderKL)
+    if config.with_prior_preservation:
+        make_class_images(config, accelerator, lambda dtype: base_pipeline(parts, vae, text, dtype))
+        give_back_memory()
+    data = TrainingData(config, instances, class_samples(config), vae.side)
+    text.encode(data.prompts)  # class images may have captions of their own
+    if config.cache_latents:
+        vae.cache(data)
 
     models = {"transformer": prepare_model(accelerator, build, *parts.folder("transformer"), config.gradient_checkpointing, adapter)}
     if config.train_text_encoder:
@@ -182,31 +185,40 @@ class Text:
     `trained` is the CLIP text encoder if it is trained along: then it encodes anew at each use.
     """
 
-    def __init__(self, parts: Parts[Config], prompts: list[str]) -> None:
+    def __init__(self, parts: Parts[Config]) -> None:
         from transformers import CLIPTokenizer
 
-        from holdfast.training.cache import Cache, key_of
+        from holdfast.training.cache import Cache
+
+        self.parts, self.keys = parts, {}
+        self.cache = Cache(Path(parts.config.output_dir), "embeddings")
+        self.tokenizer = CLIPTokenizer.from_pretrained(parts.base / "tokenizer")
+        self.trained = None
+
+    keys: dict[str, str]
+    trained: nn.Module | None
+
+    def encode(self, prompts: Iterable[str]) -> None:
+        """Have these prompts encoded, by all ranks together; the text encoders are gone afterwards."""
+        from holdfast.training.cache import key_of
         from holdfast.training.parts import give_back_memory
 
+        parts = self.parts
         settings = [parts.prints["text_encoder"], parts.prints["text_encoder_2"], parts.config.max_sequence_length, str(parts.dtype)]
-        self.keys = {prompt: key_of("embeddings", prompt, *settings) for prompt in prompts}
-        self.cache = Cache(Path(parts.config.output_dir), "embeddings")
-        self.device, self.trained = parts.accelerator.device, None
-        self.tokenizer = CLIPTokenizer.from_pretrained(parts.base / "tokenizer")
-        self.cache.prepare({key: prompt for prompt, key in self.keys.items()}, lambda: prompt_encoder(parts))
+        new = {prompt: key_of("embeddings", prompt, *settings) for prompt in sorted(set(prompts) - self.keys.keys())}
+        self.cache.prepare({key: prompt for prompt, key in new.items()}, lambda: prompt_encoder(parts))
+        self.keys |= new
         give_back_memory()
-
-    trained: nn.Module | None
 
     def __call__(self, prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
         """(batch, max_sequence_length, T5's width) and (batch, CLIP's width), on the device."""
         import torch
 
         entries = [self.cache[self.keys[prompt]] for prompt in prompts]
-        sequence, pooled = (torch.stack([entry[name] for entry in entries]).to(self.device) for name in ("sequence", "pooled"))
+        sequence, pooled = (torch.stack([entry[name] for entry in entries]).to(self.parts.device) for name in ("sequence", "pooled"))
         if self.trained is not None:
             tokens = self.tokenizer(prompts, padding="max_length", truncation=True, return_tensors="pt").input_ids
-            pooled = self.trained(tokens.to(self.device)).pooler_output.to(pooled.dtype)
+            pooled = self.trained(tokens.to(self.parts.device)).pooler_output.to(pooled.dtype)
         return sequence, pooled
 
 

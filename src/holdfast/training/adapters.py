@@ -15,7 +15,7 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from torch import nn
 from holdfast.engine.export import DTYPES, write_weights
 from holdfast.engine.export_weights import choose_weights
 from holdfast.engine.extract import Stored, open_checkpoint
+from holdfast.engine.meta import parameters_on_meta
 from holdfast.errors import UsageError
 from holdfast.formats.peft import stored_name
 
@@ -48,12 +49,7 @@ class Adapter:
     seed: int
 
     def put_into(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Freeze `model` and put the adapter beside its layers; the model's dtype becomes `dtype`, the adapter's is fp32.
-
-        Raises:
-            UsageError: a target is the end of no layer's name; the nearest ones are told.
-        """
-        self._check_targets(model)
+        """Freeze `model` and put the adapter beside its layers; the model's dtype becomes `dtype`, the adapter's is fp32."""
         for parameter in model.requires_grad_(False).parameters():
             parameter.data = parameter.data.to(dtype)
         inject_adapter_in_model(self.config(), model)
@@ -87,7 +83,8 @@ class Adapter:
         seed = int(hashlib.sha256(f"{self.seed} {name}".encode()).hexdigest()[:15], 16)
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / self.rank
 
-    def _check_targets(self, model: nn.Module) -> None:
+    def check_targets(self, model: nn.Module) -> None:
+        """Raises UsageError where a target is the end of no layer's name; the nearest ones are told."""
         layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
         ends = {end for name in layers for end in _ends(name)}
         lines = []
@@ -100,12 +97,18 @@ class Adapter:
             raise UsageError("\n".join(lines))
 
 
-def adapter_of(config: DiffusionConfig, default_targets: tuple[str, ...]) -> Adapter | None:
-    """The LoRA that the flags ask for, if they do."""
+def adapter_of(config: DiffusionConfig, default_targets: tuple[str, ...], build: Callable[[], nn.Module]) -> Adapter | None:
+    """The LoRA that the flags ask for, if they do, for the model that `build` makes.
+
+    Raises:
+        UsageError: a layer that it does not have is named; told from its structure, before anything is read.
+    """
     if config.rank is None:
         return None
-    targets = config.lora_targets(default_targets)
-    return Adapter(config.rank, config.lora_alpha, config.lora_dropout, targets, config.seed)
+    adapter = Adapter(config.rank, config.lora_alpha, config.lora_dropout, config.lora_targets(default_targets), config.seed)
+    with parameters_on_meta():
+        adapter.check_targets(build())
+    return adapter
 
 
 def names_in_base(model: nn.Module) -> dict[str, str]:
