@@ -112,7 +112,9 @@ def _recipe(arguments: list[str]) -> tuple[str, Any]:
     name = arguments[0]
     if name not in RECIPES:
         raise UsageError(f"There is no recipe {name!r}. Recipes: {', '.join(RECIPES)}")
-    config = _parse(import_module(RECIPES[name]).Config, f"holdfast train {name}", arguments[1:])
+    module = import_module(RECIPES[name])
+    own = getattr(module, "parse", None)  # of a recipe whose flags are another library's
+    config = own(arguments[1:]) if own is not None else _parse(module.Config, f"holdfast train {name}", arguments[1:])
     config.validate()
     return name, config
 

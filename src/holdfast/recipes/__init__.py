@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-# Name on the command line -> module with `Config` (importable without torch) and `main(config)`.
-RECIPES: dict[str, str] = {"flux-dreambooth": "holdfast.recipes.flux_dreambooth"}
+# Name on the command line -> module with `Config` (importable without torch), or `parse(arguments)`, and `main(config)`.
+RECIPES: dict[str, str] = {"causal-lm": "holdfast.recipes.causal_lm", "flux-dreambooth": "holdfast.recipes.flux_dreambooth"}
