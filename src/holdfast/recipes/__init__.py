@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 # Name on the command line -> module with `Config` (importable without torch), or `parse(arguments)`, and `main(config)`.
-RECIPES: dict[str, str] = {"causal-lm": "holdfast.recipes.causal_lm", "flux-dreambooth": "holdfast.recipes.flux_dreambooth"}
+RECIPES: dict[str, str] = {"flux-dreambooth": "holdfast.recipes.flux_dreambooth", "causal-lm": "holdfast.recipes.causal_lm"}
