@@ -112,6 +112,8 @@ class Trainer:
         if self.accelerator.is_main_process:
             os.makedirs(step_dir, exist_ok=True)
         if self.args.lora:
+            for tower in (self.model.video, self.model.audio):  # one after the other, without a barrier
+                self.accelerator.get_state_dict(tower)
             whole = self.accelerator.get_state_dict(self.model)
             if self.accelerator.is_main_process:
                 torch.save({name: t.cpu() for name, t in whole.items() if "lora_" in name}, os.path.join(step_dir, "adapter.pt"))

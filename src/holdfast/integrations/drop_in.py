@@ -132,6 +132,9 @@ def _save_pretrained(original: Any, self: Any, save_directory: Any, *args: Any, 
         return original(self, save_directory, *args, **kwargs)
     if attached.hooks.running:  # its weights are in the checkpoint beside
         return None
+    if not attached.accelerator.is_main_process:  # all ranks would write the same files over each other
+        attached.hand_over.join(attached.counters.steps)
+        return None
     state = attached.whole(self)
     assert state is not None
     with handover.state_dict_of(self, state):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -85,10 +86,11 @@ class HandOver:
 
     def __init__(self, checkpointer: Checkpointer, storage: LocalFolder, rank: int, patience: float) -> None:
         self._checkpointer, self._storage, self._rank, self._patience = checkpointer, storage, rank, patience
+        self._asked: Counter[int] = Counter()
 
     def join(self, step: int) -> Save:
         """Hand over this rank's part to rank 0."""
-        return self._ask(step, f"{FOLDER}/{step}")
+        return self._ask(step, f"{FOLDER}/{self._next(step)}")
 
     def state_dict(self, key: str, place: str, step: int) -> dict[str, torch.Tensor]:
         """The whole tensors of the module at `place` in the model `key`, by the names that its own `state_dict` gives them.
@@ -98,7 +100,7 @@ class HandOver:
         Raises:
             SaveFailed: a rank could not hand over its part, or not in time.
         """
-        folder = f"{FOLDER}/{step}" + (f"-{self._rank}" if self._rank else "")
+        folder = f"{FOLDER}/{self._next(step)}" + (f"-{self._rank}" if self._rank else "")
         save = self._ask(step, folder)
         try:
             if not save.finished.wait(self._patience):
@@ -108,6 +110,11 @@ class HandOver:
             return self._assembled(Checkpoint(self._storage, folder), key, place)
         finally:
             self._storage.remove_folder(folder)
+
+    def _next(self, step: int) -> str:
+        """A name of its own for each time that the ranks ask at one step: the last one may be removed while they ask again."""
+        self._asked[step] += 1
+        return f"{step}.{self._asked[step]}"
 
     def _ask(self, step: int, folder: str) -> Save:
         (self._storage.root / FOLDER).mkdir(exist_ok=True)
