@@ -187,3 +187,19 @@ def test_save_only_model_writes_what_is_loaded_at_once(pool: RankPool, llama_fol
     found, last = whole(tmp_path / "out/checkpoint-6"), whole(tmp_path / "out")
     assert all(torch.equal(found[name], last[name]) for name in last)
     assert any(not torch.equal(last[name], value) for name, value in whole(llama_folder).items())
+
+
+def test_other_ranks_go_on_at_the_sample(pool: RankPool, llama_folder, text_file, tmp_path):
+    """Two ranks, then one, with other batches: no sample of the epoch is lost or seen twice."""
+    flags = flags_for(llama_folder, text_file, tmp_path / "out", remove_unused_columns=False)
+    pool.run(run_script, 2, {**flags, "die_at": 2}, {}, "install", expect_death=True)
+    state = json.loads((tmp_path / "out/checkpoint-2/trainer_state.json").read_text())
+    assert state["global_step"] == 2
+    more = {"max_steps": 13, "resume_from_checkpoint": True, "seen": tmp_path / "seen"}
+    history = pool.run(run_script, 1, {**flags, **more}, {}, "install")[0]
+    assert sorted(losses(history)) == list(range(1, 14))
+    whole_epoch = {**flags, "output_dir": tmp_path / "whole", "max_steps": 15, "seen": tmp_path / "whole-seen"}
+    pool.run(run_script, 1, whole_epoch, {}, "install")
+    order = (tmp_path / "whole-seen").read_text().split()
+    assert sorted(map(int, order)) == list(range(LINES))
+    assert (tmp_path / "seen").read_text().split() == order[8:]

@@ -36,6 +36,7 @@ class Arguments:
     mask: float = 0.15
     die_at: int = -1
     block: int = field(default=16)
+    seen: str | None = None
 
 
 class Dies(TrainerCallback):
@@ -60,13 +61,17 @@ def main() -> None:
     data = load_dataset("text", data_files={"train": own.train_file}, streaming=own.streaming)["train"]
 
     def encode(batch):
-        return tokenizer(batch["text"], padding="max_length", truncation=True, max_length=own.block)
+        numbers = [int(text.split()[1].rstrip(":")) for text in batch["text"]]
+        return {**tokenizer(batch["text"], padding="max_length", truncation=True, max_length=own.block), "number": numbers}
 
     data = data.map(encode, batched=True, batch_size=8, remove_columns=["text"])
 
     def collate(rows):  # draws from the global generator, as masking does
         ids = torch.tensor([row["input_ids"] for row in rows])
         labels = ids.clone()
+        if own.seen:
+            with open(own.seen, "a") as file:
+                file.writelines(f"{row['number']}\n" for row in rows)
         if own.mask > 0:
             labels[torch.rand(ids.shape) < own.mask] = -100
         return {"input_ids": ids, "labels": labels}

@@ -89,7 +89,7 @@ def _finish() -> int:
     if os.environ.get("RANK", "0") == "0":
         for line in lines:
             logger.warning("holdfast run: %s", line)
-    failed = next((a.failed for a in drop_in.everybody if a.failed is not None), None)
+    failed = next((f for f in (*trainer.failures, *(a.failed for a in drop_in.everybody)) if f is not None), None)
     if failed is not None:
         raise HoldfastError(f"the script has ended, and a save of it failed: {failed.args[0]}") from failed
     return 0

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from holdfast.errors import HoldfastError
 from holdfast.integrations import replacements
 from holdfast.integrations.replacements import Replaced, Replacement
 from holdfast.integrations.trainer_engine import NEWEST, TrainerEngine, is_native
@@ -28,7 +29,10 @@ logger = logging.getLogger("holdfast")
 everybody: list[TrainerEngine] = []
 """Behind every Trainer of this process that has begun to train."""
 
-_ENGINE, _WISH, _LOADER, _SAID = "_holdfast_engine", "_holdfast_wish", "_holdfast_loader", "_holdfast_said"
+failures: list[HoldfastError] = []
+"""Of last checkpoints that did not become complete, once `finish` has been called."""
+
+_ENGINE, _WISH, _LOADER, _BATCHES, _SAID = (f"_holdfast_{name}" for name in ("engine", "wish", "loader", "batches", "said"))
 
 
 def engine_of(trainer: Any) -> TrainerEngine | None:
@@ -90,8 +94,10 @@ def _let_go(self: Any) -> None:
 
 
 def _initial_values(original: Any, self: Any, args: Any, dataloader: Any) -> Any:
+    values = original(self, args, dataloader)
     self.__dict__[_LOADER] = dataloader
-    return original(self, args, dataloader)
+    self.__dict__[_BATCHES] = values[5]
+    return values
 
 
 def _init_training_state(original: Any, self: Any, max_steps: Any, num_update_steps_per_epoch: Any, num_train_epochs: Any, resume_from_checkpoint: Any, trial: Any) -> Any:
@@ -99,12 +105,12 @@ def _init_training_state(original: Any, self: Any, max_steps: Any, num_update_st
         return original(self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial)
     self._prepare_for_training(max_steps, self.__dict__[_LOADER], None)
     root = Path(self._get_output_dir(trial)).absolute()
-    engine = TrainerEngine(self, root, self.__dict__[_LOADER], self.__dict__.get(_WISH))
+    engine = TrainerEngine(self, root, self.__dict__[_LOADER], self.__dict__[_BATCHES], self.__dict__.get(_WISH))
     self.__dict__[_ENGINE] = engine
     everybody.append(engine)
     with engine.state_folder() as folder:
         epochs, batches = original(self, max_steps, num_update_steps_per_epoch, num_train_epochs, folder, trial)
-    return engine.place(epochs, batches, num_update_steps_per_epoch)
+    return engine.place(epochs, batches)
 
 
 def _prepare_for_training(original: Any, self: Any, max_steps: Any, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
@@ -279,6 +285,7 @@ def finish() -> list[str]:
     for engine in everybody:
         engine.close()
         lines += engine.report()
+        failures.extend(s.error for s in engine.checkpointer.saves[-1:] if s.error is not None)
     everybody.clear()
     return lines
 

@@ -50,21 +50,21 @@ DEADLINES = Deadlines(handshake=3600, agreement=1800, commit=1800)
 NEWEST = True
 """The wish for the newest checkpoint in the output folder."""
 
-SAMPLES, AHEAD = "holdfast_samples_per_step", "holdfast_read_ahead"
-"""Beside the Trainer's own keys in its saved state: samples of all ranks in one optimizer step; the rank, how many ranks there are,
-and this rank's generators before the batch that was read ahead."""
+SAMPLES, PLACE, AHEAD = "holdfast_samples_per_step", "holdfast_samples_of_epoch", "holdfast_read_ahead"
+"""Beside the Trainer's own keys in its saved state: samples of all ranks in one optimizer step, and those of the epoch that are done;
+the rank, how many ranks there are, and this rank's generators before the batch that was read ahead."""
 
 
 class TrainerEngine:
     """Made on every rank, when model and optimizer are prepared."""
 
-    def __init__(self, trainer: Any, root: Path, loader: Any, wish: str | bool | None) -> None:
+    def __init__(self, trainer: Any, root: Path, loader: Any, batches_in_epoch: int, wish: str | bool | None) -> None:
         self.trainer, self.root = trainer, root
         self.model: nn.Module = trainer.model_wrapped
         self.shards = handover.is_sharded(self.model)
         keeps_position = has_position(loader)
         self.continuation = Continuation(keeps_position)
-        self.remembered = _TrainerState(trainer, self.continuation)
+        self.remembered = _TrainerState(trainer, batches_in_epoch, self.continuation)
         self._beside: dict[int, bytes] = {}
         self._exports = 0
         self.checkpointer = Checkpointer(
@@ -127,15 +127,13 @@ class TrainerEngine:
             Path(folder, STATE).write_text(_as_json(self.remembered.loaded), encoding="utf-8")
             yield folder
 
-    def place(self, epochs: int, batches: int, updates_per_epoch: int) -> tuple[int, int]:
+    def place(self, epochs: int, batches: int) -> tuple[int, int]:
         """The epoch that a resumed run is in, and its batches that are done, where a step now takes another number of samples."""
         saved, now = self.remembered.samples, _samples_per_step(self.trainer)
         if self.remembered.loaded is None or saved in (None, now) or self.trainer.args.ignore_data_skip:
             return epochs, batches
-        assert saved is not None
-        position = float(self.remembered.loaded.get("epoch") or 0.0)
-        epochs = int(position)
-        steps, rest = divmod(round((position - epochs) * updates_per_epoch * now), now)
+        steps, rest = divmod(self.remembered.place, now)
+        epochs = int(self.remembered.loaded.get("epoch") or 0)
         logger.warning(
             "a step took %d samples when the checkpoint was saved, and takes %d now: going on at sample %d of epoch %d%s",
             saved, now, steps * now, epochs, f", {rest} samples of it for the second time" if rest else "",
@@ -289,24 +287,30 @@ class TrainerRetention(Retention):
 class _TrainerState:
     """The Trainer's own state as a checkpoint holds it, and what was loaded."""
 
-    def __init__(self, trainer: Any, continuation: Continuation) -> None:
-        self._trainer, self._continuation = trainer, continuation
+    def __init__(self, trainer: Any, batches_in_epoch: int, continuation: Continuation) -> None:
+        self._trainer, self._batches_in_epoch, self._continuation = trainer, batches_in_epoch, continuation
         self.loaded: dict[str, Any] | None = None
         self.samples: int | None = None
+        self.place = 0
         self.ahead: Json = None
 
-    def _place(self) -> list[int]:
+    def _samples_of_epoch(self) -> int:
+        done = round((self._trainer.state.epoch or 0) % 1 * self._batches_in_epoch)
+        return int(done * _samples_per_step(self._trainer) // self._trainer.args.gradient_accumulation_steps)
+
+    def _rank(self) -> list[int]:
         return [self._trainer.args.process_index, self._trainer.args.world_size]
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = json.loads(_as_json(dataclasses.asdict(self._trainer.state)))
-        return state | {SAMPLES: _samples_per_step(self._trainer), AHEAD: [*self._place(), self._continuation.ahead]}
+        ahead = [*self._rank(), self._continuation.ahead]
+        return state | {SAMPLES: _samples_per_step(self._trainer), PLACE: self._samples_of_epoch(), AHEAD: ahead}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.samples = state.get(SAMPLES)
-        *place, ahead = state.get(AHEAD, [None])
-        self.ahead = ahead if place == self._place() else None
-        self.loaded = {key: value for key, value in state.items() if key not in (SAMPLES, AHEAD)}
+        self.samples, self.place = state.get(SAMPLES), state.get(PLACE, 0)
+        *rank, ahead = state.get(AHEAD, [None])
+        self.ahead = ahead if rank == self._rank() else None
+        self.loaded = {key: value for key, value in state.items() if key not in (SAMPLES, PLACE, AHEAD)}
 
 
 def _samples_per_step(trainer: Any) -> int:
