@@ -126,17 +126,28 @@ class Crew:
             yield prefix
             return
         try:
-            yield prefix
-        except Exception as error:
-            if not self._told:
-                usage = isinstance(error, UsageError)
-                word = {"problem": str(error.args[0]) if usage else repr(error), "usage": usage, "rank": self.rank}
-                self.store.claim(f"{prefix}/error", encoded(word))
-                let_others_hear(self.store)
-            raise
-        self.store.publish(f"{prefix}/done/{self.rank}", b"1")
-        self.store.add(f"{prefix}/done", 1)
-        self._await(prefix, what)
+            try:
+                yield prefix
+            except dist.DistNetworkError:
+                raise
+            except Exception as error:
+                if not self._told:
+                    self._tell_error(prefix, error)
+                raise
+            self.store.publish(f"{prefix}/done/{self.rank}", b"1")
+            self.store.add(f"{prefix}/done", 1)
+            self._await(prefix, what)
+        except dist.DistNetworkError as error:
+            raise HoldfastError(
+                f"Rank {self.rank} lost the others in {what}: rank 0 on {self.hosts[0]}, or the launcher, has ended. Look at its log."
+            ) from error
+
+    def _tell_error(self, prefix: str, error: Exception) -> None:
+        assert self.store is not None
+        usage = isinstance(error, UsageError)
+        word = {"problem": str(error.args[0]) if usage else repr(error), "usage": usage, "rank": self.rank}
+        self.store.claim(f"{prefix}/error", encoded(word))
+        let_others_hear(self.store)
 
     def _await(self, prefix: str, what: str) -> None:
         assert self.store is not None
