@@ -14,13 +14,11 @@ from recipe_jobs import (
     ACCUMULATION,
     ADAMW,
     FSDP,
-    LORA,
     PIPELINE,
     STEPS,
     Job,
     check_killed_and_resumed,
     flags_for,
-    fsdp1_environment,
     numbers,
     run,
 )
@@ -60,8 +58,8 @@ def test_cached_is_uncached_and_a_second_run_encodes_nothing(pool: RankPool, flu
 
 
 def test_buckets_are_killed_and_resumed_cached_or_not(pool: RankPool, flux_folder, photo_folder, tmp_path):
-    more = {**ADAMW, **BUCKETS, "cpu_fsdp": True, "rank": 2, "cache_latents": True}
-    check_killed_and_resumed(pool, flux_folder, photo_folder, tmp_path, 2, fsdp1_environment(tmp_path), more, (LORA,))
+    more = {**ADAMW, **BUCKETS, "cpu_fsdp": True, "cache_latents": True}
+    check_killed_and_resumed(pool, flux_folder, photo_folder, tmp_path, 2, FSDP, more)
 
 
 def test_buckets_give_the_same_samples_in_their_own_shapes(pool: RankPool, flux_folder, photo_folder, tmp_path):
