@@ -16,10 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import Numbers, build, differing, snapshot
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import holdfast
+from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.deadlines import Deadlines
 from holdfast.errors import SaveFailed
+from holdfast.storage import LocalFolder
 from holdfast.testing.pool import Died
 
 if TYPE_CHECKING:
@@ -243,3 +247,31 @@ def test_a_plain_script_that_just_ends(tmp_path: Path) -> None:
     folder = tmp_path / "out" / "checkpoint-3"
     assert (folder / "manifest.json").exists()
     assert len(list(folder.glob("rank-*.safetensors"))) == 2
+
+
+def in_a_row(folder: Path) -> tuple[list[tuple[int, str, str]], list[str]]:
+    """Rank 0 saves three times after the last step, twice into one folder, while rank 1 makes no more steps; then rank 1 calls, too."""
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    checkpointer = holdfast.Checkpointer(folder, model=model, optimizer=optimizer, one_caller=True, deadlines=DEADLINES)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    if dist.get_rank() == 0:
+        for name in ("whole", "again", "again"):
+            checkpointer.save(1, folder=name).finished.wait(30)
+        checkpointer.save(1, folder="weights", weights_only=True).finished.wait(30)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        checkpointer.save(1, folder="whole")
+        checkpointer.save(1, folder="weights", weights_only=True)
+    checkpointer.close()
+    weights = Checkpoint(LocalFolder(folder), "weights")
+    return [(s.index, s.folder, s.state) for s in checkpointer.saves], sorted(weights.tensors)
+
+
+def test_requests_in_a_row_and_a_late_caller(pool: RankPool, tmp_path: Path) -> None:
+    """A rank that makes no more steps serves each request; one that calls after it was served joins instead of asking anew."""
+    for saves, tensors in pool.run(in_a_row, 2, tmp_path):
+        assert saves == [(i + 1, name, "complete") for i, name in enumerate(("whole", "again", "again", "weights"))]
+        assert tensors == ["model.bias", "model.weight"]
