@@ -29,7 +29,6 @@ import torch.distributed as dist
 from engines import ENGINES, Engine
 from states import CASES, make_optimizer, set_gradients, sharded_model, write_base
 
-
 KINDS = ("calm", "at_once", "plain")
 
 

@@ -133,7 +133,7 @@ class Checkpointer:
         idle = IDLE * max(1, self._world_size // 64) if one_caller or stop_signals else BEAT
         self._watcher = Watcher(
             Below(watcher_store, self._run.nonce), self._rank, self._deadlines, on_look=self._after_look,
-            step=self._step_now, idle=idle,
+            step=self._step_now, saving=lambda: self._service.doing, idle=idle,
         )  # fmt: skip
         self._one_caller, self._stopping, self._led = one_caller, False, False
         self._calls: OneCaller | None = None

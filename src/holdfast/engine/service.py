@@ -31,7 +31,7 @@ from holdfast.engine.plan import SavePlan
 from holdfast.engine.retention import remove_attempts
 from holdfast.engine.store import Run, Store, name_ranks
 from holdfast.engine.verify import bad_blocks
-from holdfast.engine.watch import last_seen
+from holdfast.engine.watch import BEAT, roll_call
 from holdfast.errors import CorruptCheckpoint, DeadlineExceeded, HoldfastError, SaveFailed
 from holdfast.storage import Storage
 
@@ -115,6 +115,11 @@ class Service:
         self.staging_free = threading.Event()
         self.staging_free.set()
         self.host = socket.gethostname()
+        self.doing: tuple[str, float] | None = None
+        """What the thread is at, and since when (monotonic): a disk that does not answer keeps it there."""
+
+        # Rank 0 listens for a heartbeat before it says who is missing: its word comes before the others lose patience with it.
+        self._patience = deadlines.commit + (4 * BEAT if rank else 0.0)
         self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
         self._thread = threading.Thread(target=self._serve, name="holdfast-service", daemon=True)
         self._thread.start()
@@ -169,17 +174,17 @@ class Service:
                 self._follow(waiting)
 
     def _perform(self, job: Job) -> None:
-        phase = "capture"
+        phase = self._enter("capture", job)
         try:
             try:
                 self._finish_capture(job)
-                phase = "write"
+                phase = self._enter("write", job)
                 receipt = self._write(job)
             finally:
                 if job.capture is not None:
                     job.capture.done.set()
                 self.staging_free.set()
-            phase = "announcement"
+            phase = self._enter("announcement", job)
             self._store.publish(f"{job.save.index}/receipt/{self._rank}", Announcement.of(receipt).encoded())
             self._store.add(f"{job.save.index}/receipts", 1)
         except Exception as error:  # whatever it is: the training goes on, and every rank hears of it
@@ -187,6 +192,11 @@ class Service:
         else:
             job.announced = time.perf_counter()
             self._pending.append(job)
+        self.doing = None
+
+    def _enter(self, phase: str, job: Job) -> str:
+        self.doing = f"{phase} of step {job.save.step}", time.monotonic()
+        return phase
 
     def _finish_capture(self, job: Job) -> None:
         if job.capture is None:
@@ -253,7 +263,7 @@ class Service:
                 self._commit(job)
             elif self._rank != 0 and self._store.look(f"{save.index}/complete") is not None:
                 self._finish(job)
-            elif job.announced is not None and time.perf_counter() - job.announced > self._deadlines.commit:
+            elif job.announced is not None and time.perf_counter() - job.announced > self._patience:
                 self._out_of_time(job)
         except Exception as error:
             self._fail(job.save, "commit", error, job)
@@ -263,7 +273,7 @@ class Service:
         if self._rank == 0:
             self._fail(job.save, "delivery", DeadlineExceeded(self._missing(job.save)), job)
         else:
-            waited = f"rank 0 has not completed step {job.save.step} within {self._deadlines.commit:.0f} s"
+            waited = f"rank 0 has not completed step {job.save.step} within {self._patience:.0f} s"
             error = DeadlineExceeded(f"rank {self._rank} ({self.host}): {waited}; look into its log")
             self._give_up(job.save, error, remove=False, job=job)
 
@@ -335,7 +345,7 @@ class Service:
     def _missing(self, save: Save) -> str:
         waited = f"after {self._deadlines.commit:.0f} s"
         absent = [r for r in range(self._world_size) if self._store.look(f"{save.index}/receipt/{r}") is None]
-        seen = "; ".join(last_seen(self._store, r) for r in absent[:5])
+        seen = roll_call(self._store, absent)
         return (
             f"{name_ranks(absent)} did not deliver {waited}: {seen}. Every rank has to call save({save.step}) (or one, with "
             "one_caller=True), and its disk has to take its part in that time; look into their logs"

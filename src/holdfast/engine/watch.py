@@ -62,10 +62,11 @@ class Watcher:
         *,
         on_look: Callable[[], None],
         step: Callable[[], int],
+        saving: Callable[[], tuple[str, float] | None],
         idle: float = IDLE,
     ) -> None:
         self._store, self._rank, self._deadlines, self._idle = store, rank, deadlines, idle
-        self._on_look, self._step = on_look, step
+        self._on_look, self._step, self._saving = on_look, step, saving
         self._condition = threading.Condition()
         self._wanted = self._done = 0
         self._stopping = False
@@ -191,23 +192,41 @@ class Watcher:
 
     def _beat(self) -> None:
         self._beats += 1
+        saving = self._saving()
         beat = {
             "beat": self._beats,
             "phase": self._phase,
             "step": self._step(),
             "for_s": round(time.monotonic() - self._since, 1),
             "host": socket.gethostname(),
+            "saving": None if saving is None else [saving[0], round(time.monotonic() - saving[1], 1)],
         }
         self._store.publish(f"beat/{self._rank}", json.dumps(beat).encode())
 
 
-def last_seen(store: Store, rank: int) -> str:
-    """What a rank last said of itself, for a message that names it."""
+def roll_call(store: Store, ranks: Sequence[int]) -> str:
+    """What the first few of these ranks last said of themselves, for a message that names them, and whether they are silent now.
+
+    Takes a little longer than a heartbeat, to hear whose heart still beats.
+    """
+    shown = list(ranks)[:5]
+    before = {rank: store.look(f"beat/{rank}") for rank in shown}
+    time.sleep(1.25 * BEAT)
+    return "; ".join(last_seen(store, rank, before[rank]) for rank in shown)
+
+
+def last_seen(store: Store, rank: int, before: bytes | None = None) -> str:
+    """What a rank last said of itself; `before` is the beat that it is known for a while by now."""
     data = store.look(f"beat/{rank}")
     if data is None:
         return f"rank {rank} (never heard of)"
     beat = json.loads(data)
-    return f"rank {rank} ({beat['host']}, last seen at step {beat['step']} in phase '{beat['phase']}' for {beat['for_s']:.0f} s)"
+    saving = f", with '{beat['saving'][0]}' on its disk for {beat['saving'][1]:.0f} s" if beat["saving"] else ""
+    silent = ", silent since: stopped, dead or cut off" if data == before else ""
+    return (
+        f"rank {rank} ({beat['host']}, last seen at step {beat['step']} in phase '{beat['phase']}' for {beat['for_s']:.0f} s"
+        f"{saving}{silent})"
+    )
 
 
 def say_goodbye(store: Store, rank: int, world_size: int, patience: float) -> None:
