@@ -58,7 +58,7 @@ def main() -> None:
     for i in range(1, args.rounds + 1):
         calm.append(iterations(lambda done: done >= 1000))
         save = checkpointer.save(i)
-        busy.append(iterations(lambda _: save.finished.is_set()))
+        busy.append(iterations(lambda _, save=save: save.finished.is_set()))
         stalls.append(save.blocked_s)
         checkpointer.wait()
     row = {"calm_per_s": statistics.median(calm), "busy_per_s": statistics.median(busy)}
