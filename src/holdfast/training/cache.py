@@ -123,7 +123,7 @@ class Cache:
                     logger.warning("%s is damaged (%s): made anew", path, error)
                     path.unlink(missing_ok=True)
                     lacking.append(number)
-        told = crew.tell_all(lacking)
+        told = crew.tell_all(lambda: lacking)
         return [sorted(number for rank in ranks for number in told[rank]) for ranks in crew.crews]
 
     def _load(self, key: str) -> Entry:

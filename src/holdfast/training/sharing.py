@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,17 +84,17 @@ class Crew:
         with self._together(what) as prefix:
             yield numbers()
 
-    def tell_all(self, value: Any) -> list[Any]:
-        """What each rank tells, by rank; every rank calls this, and none waits in a collective."""
+    def tell_all(self, find: Callable[[], Any]) -> list[Any]:
+        """What each rank finds, by rank; every rank calls this, and none waits in a collective. Errors are told as in `share`."""
         if self.store is None:
-            return [value]
+            return [find()]
         with self._together("the exchange of results") as prefix:
-            self.store.publish(f"{prefix}/told/{self.rank}", json.dumps(value).encode())
+            self.store.publish(f"{prefix}/told/{self.rank}", json.dumps(find()).encode())
         return [json.loads(self.store.look(f"{prefix}/told/{rank}") or b"null") for rank in range(len(self.hosts))]
 
-    def tell(self, value: Any) -> list[Any]:
-        """What each rank of this crew tells, in the order of the ranks."""
-        told = self.tell_all(value)
+    def tell(self, find: Callable[[], Any]) -> list[Any]:
+        """What each rank of this crew finds, in the order of the ranks."""
+        told = self.tell_all(find)
         return [told[rank] for rank in self.mine]
 
     def _claims(self, count: int, key: str) -> Iterator[int]:
@@ -193,8 +193,8 @@ def crew_for(folder: Path, piece_deadline_s: float = PIECE_DEADLINE_S) -> Crew:
     mark = folder / f".here-{token}"
     if crew.rank == 0:
         mark.touch()
-    crew.tell(None)  # the mark is there
-    seen = crew.tell(crew.rank == 0 or _is_there(mark))
+    crew.tell(lambda: None)  # the mark is there
+    seen = crew.tell(lambda: crew.rank == 0 or _is_there(mark))
     if crew.rank == 0:
         mark.unlink(missing_ok=True)
     crews = {"": [rank for rank, sees in enumerate(seen) if sees]}

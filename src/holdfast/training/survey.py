@@ -92,7 +92,7 @@ def survey(images: Sequence[Sample], folder: Path) -> list[Facts | str]:
             except OSError as error:
                 mine.append((number, error.strerror or str(error)))
         new.write()
-    rows = dict(pair for part in crew.tell(mine) for pair in part)
+    rows = dict(pair for part in crew.tell(lambda: mine) for pair in part)
     return [row if isinstance(row := rows[number], str) else Facts(*row) for number in range(len(images))]
 
 
