@@ -136,7 +136,8 @@ def test_the_old_spelling_is_read_and_warned_of(tmp_path):
         ["--do_train", "--fsdp", "full_shard auto_wrap", "--fsdp_transformer_layer_cls_to_wrap=LlamaDecoderLayer", "--fsdp_config", str(tmp_path / "fsdp.json")]
     )
     told = json.loads(config.given("fsdp_config"))
-    assert told == {"version": 1, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "sync_module_states": False}
+    nothing_synced = {"sync_module_states": False, "cpu_ram_efficient_loading": False}
+    assert told == {"version": 1, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], **nothing_synced}
     assert len(config.warnings) == 2
     (tmp_path / "flags.json").write_text(json.dumps({"do_train": True, "block_size": 8, "fsdp_config": {"version": 2}, "fsdp": True}))
     again = recipe.parse([str(tmp_path / "flags.json")])
@@ -178,7 +179,7 @@ def flags_for(model: Path, text: Path, output: Path) -> list[str]:
         f"--model_name_or_path {model} --train_file {text} --streaming --per_device_train_batch_size 2 "
         f"--gradient_accumulation_steps 1 --do_train --max_steps 6 --output_dir {output} --block_size 16 --save_steps 2 "
         "--save_total_limit 1 --tf32 True --bf16 True --gradient_checkpointing --logging_steps 1 --learning_rate 1e-2 "
-        "--disable_tqdm True --cpu_fsdp"
+        "--do_eval --max_eval_samples 4 --disable_tqdm True --cpu_fsdp"
     ).split()
 
 
@@ -211,16 +212,18 @@ def test_killed_and_resumed(pool: RankPool, llama_folder, text_file, tmp_path, v
         assert again.keys() == model.keys()
         assert all(torch.equal(again[name], model[name]) for name in model)
         assert AutoTokenizer.from_pretrained(output).vocab_size > 200
+        evaluated = [json.loads((folder / "eval_results.json").read_text()) for folder in (tmp_path / "alone", output)]
+        assert evaluated[0]["eval_loss"] == evaluated[1]["eval_loss"] > 0
 
 
 def test_one_process_over_files_with_an_evaluation(pool: RankPool, llama_folder, text_file, tmp_path):
     """Without FSDP and without a stream: blocks of all tokens, the validation's part among none of them."""
     flags = flags_for(llama_folder, text_file, tmp_path / "out")
-    flags = [word for word in flags if word not in ("--streaming", "--cpu_fsdp")] + ["--do_eval", "--max_eval_samples", "5"]
+    flags = [word for word in flags if word not in ("--streaming", "--cpu_fsdp")]
     state = pool.run(train, 1, flags)[0]
     assert sorted(losses(state)) == [1, 2, 3, 4, 5, 6]
     results = json.loads((tmp_path / "out/all_results.json").read_text())
-    assert results["eval_samples"] == 5
+    assert results["eval_samples"] == 4
     assert results["train_samples"] == 12
     assert results["perplexity"] == pytest.approx(2.718281828 ** results["eval_loss"], rel=1e-4)
     assert whole(tmp_path / "out").keys() == whole(llama_folder).keys()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,9 @@ from holdfast.training.text_flags import (
 logger = logging.getLogger("holdfast")
 
 PROG = "holdfast train causal-lm"
+_BROADCASTS = ("FSDP_CPU_RAM_EFFICIENT_LOADING", "FSDP_SYNC_MODULE_STATES")
+"""Ways to load on one rank for all: here each rank reads its own part."""
+
 _FORMATS = ("csv", "json", "jsonl", "parquet", "txt")
 
 
@@ -160,6 +164,9 @@ def training_arguments(config: Config) -> Any:
     cpu_ranks.join_without_accelerator()
     if cpu_ranks.requested(config.cpu_fsdp):
         cpu_ranks.enable()
+    for name in _BROADCASTS:  # of an accelerate config
+        if os.environ.get(name) is not None:
+            os.environ[name] = "false"
     if device is None and not config.is_on("use_cpu"):
         words = [*words, "--use_cpu", "True"]
     if config.is_on("tf32") and (device is None or device.type != "cuda"):
@@ -232,8 +239,6 @@ def main(config: Config) -> None:
 
 
 def _fsdp_of_launcher() -> bool:
-    import os
-
     return os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes")
 
 

@@ -204,8 +204,9 @@ def in_current_words(arguments: list[str]) -> tuple[list[str], list[str]]:
         version = config.get("version", config.get("fsdp_version", 2))
         other = ' For FSDP1 give --fsdp_config \'{"version": 1}\'.' if int(version) == 2 else ""
         warnings.append(f'--fsdp "{fsdp}" is an old spelling, read as FSDP{version}: --fsdp is enough.{other}')
-    if not any(name in config for name in ("sync_module_states", "fsdp_sync_module_states")):
-        config["sync_module_states"] = False
+    for name in ("sync_module_states", "cpu_ram_efficient_loading"):
+        config.pop(f"fsdp_{name}", None)
+        config[name] = False
     rest = without(without(arguments, LAYER), "fsdp_config")
     return [*rest, "--fsdp_config", json.dumps(config)], warnings
 

@@ -21,6 +21,7 @@ class TextTrainer(HoldfastTrainerMixin, Trainer):  # type: ignore[misc]
 
     def __init__(self, model: nn.Module, args: Any, *, pretrained: Pretrained | None, stream: TextStream | None, **rest: Any) -> None:
         self._pretrained, self._stream = pretrained, stream
+        args.remove_unused_columns = False  # there are none; and FSDP1's wrapper would hide which are used
         super().__init__(model, args, **rest)
 
     def get_train_dataloader(self) -> Any:
