@@ -57,7 +57,7 @@ def fail(folder: str, how: str) -> tuple[str, str, float]:
     crew = crew_for(Path(folder), piece_deadline_s=60.0 if how != "silent" else 1.0)
     begun = time.monotonic()
     try:
-        with crew.share(30, "the encoding of images") as numbers:
+        with crew.share(200, "the encoding of images") as numbers:
             for _ in numbers:
                 if crew.rank == 1 and how == "usage":
                     raise UsageError("no such picture")

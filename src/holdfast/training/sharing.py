@@ -29,6 +29,7 @@ from holdfast.training.once import POLL_S, encoded, let_others_hear, meet
 PIECE_DEADLINE_S = 1800.0
 """For one piece: a rank that reports nothing for so long is given up on. Opening a large encoder is part of the first piece."""
 _BEAT_S = 1.0
+_FIRST_POLL_S = 0.005  # who comes last is usually not far behind
 _LOOK_S = 10.0  # between two looks at each of the others: there may be a thousand
 _LOOKS = 10  # a network folder may show a new file a moment late
 
@@ -154,6 +155,7 @@ class Crew:
         everybody = sorted(rank for crew in self.crews for rank in crew)
         beats: dict[int, tuple[int, float]] = {}
         looked = -_LOOK_S
+        pause = _FIRST_POLL_S
         while True:
             self._raise_of_others(prefix)
             if self.store.add(f"{prefix}/done", 0) >= len(everybody):
@@ -169,7 +171,8 @@ class Crew:
                             f"No word for {self.piece_deadline_s:.0f} s from rank {rank} on {self.hosts[rank]} in {what}, which "
                             "the other ranks wait for. Look at its log."
                         )
-            time.sleep(POLL_S)
+            time.sleep(pause)
+            pause = min(POLL_S, 1.5 * pause)
 
     def _raise_of_others(self, prefix: str) -> None:
         assert self.store is not None
