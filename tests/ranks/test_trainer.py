@@ -110,6 +110,10 @@ def test_stream_and_accumulation_with_the_script_choosing_its_last_checkpoint(po
     again = tmp_path / "cut"
     (again / "checkpoint-99").mkdir()
     (again / f"checkpoint-99/rank-00000-{'0' * 16}-1.safetensors").write_bytes(b"")
+    history = pool.run(run_script, 1, {**flags, "output_dir": again, "max_steps": 7}, {}, "mixin")[0]  # by the script's own get_last_checkpoint
+    assert sorted(losses(history)) == [1, 2, 3, 4, 5, 6, 7]
+    assert (again / "checkpoint-7/manifest.json").is_file()
+    (again / "checkpoint-7/manifest.json").unlink()
     assert engine.get_last_checkpoint(again) == str(again / "checkpoint-6")
     (again / "checkpoint-6/manifest.json").unlink()
     assert engine.get_last_checkpoint(again) == str(again / "checkpoint-5")

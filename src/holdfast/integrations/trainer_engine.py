@@ -13,6 +13,7 @@ beside it once it is complete, for people and other tools: a folder that has the
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import json
 import logging
@@ -67,6 +68,8 @@ class TrainerEngine:
         self.remembered = _TrainerState(trainer, batches_in_epoch, self.continuation)
         self._beside: dict[int, bytes] = {}
         self._exports = 0
+        if trainer.args.process_index == 0:  # at the very end, when nobody has called `close`
+            atexit.register(shutil.rmtree, root / trainer_model.FOLDER, ignore_errors=True)
         self.checkpointer = Checkpointer(
             root,
             model=self.model,

@@ -195,6 +195,7 @@ def main(config: Config) -> None:
     import transformers
     from transformers import default_data_collator, set_seed
 
+    from holdfast.integrations import trainer as engine
     from holdfast.training import text_data
     from holdfast.training.setup import configure_logging
     from holdfast.training.text_model import Pretrained
@@ -234,6 +235,9 @@ def main(config: Config) -> None:
         _train(trainer, args)
     if args.do_eval:
         _evaluate(trainer, evaluation, already=config.trains)
+    engine.finish()
+    if engine.failures:
+        raise engine.failures[0]
     if args.push_to_hub:
         trainer.push_to_hub(finetuned_from=config.model.model_name_or_path, tasks="text-generation")
 
