@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import xxhash
@@ -97,10 +97,17 @@ class Staging:
     def names(self) -> list[str]:
         return list(self._views)
 
-    def image(self) -> memoryview:
-        """The whole buffer, header to last block; the file ends at the plan's `image_size`."""
+    @property
+    def size(self) -> int:
+        """Bytes that are allocated."""
+        return len(self._memory) if self._memory is not None else 0
+
+    def pieces(self, length: int) -> Iterator[memoryview]:
+        """The whole buffer, header to last block, in pieces; the file ends at the plan's `image_size`."""
         assert self._memory is not None and self._plan is not None
-        return memoryview(self._memory)[: self._plan.buffer_size]
+        image = memoryview(self._memory)[: self._plan.buffer_size]
+        for start in range(0, len(image), length):
+            yield image[start : start + length]
 
     def plain_digest(self) -> str:
         """One digest over the per-rank tensors: names, shapes and bytes."""

@@ -8,18 +8,17 @@ import logging
 import math
 import os
 import signal
-import sys
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from holdfast.core.documents import canonical
 from holdfast.engine.collect import collect
 from holdfast.engine.deadlines import POLL, Deadlines
+from holdfast.engine.ending import close_at_exit
 from holdfast.engine.firstbatch import before_first_batch
 from holdfast.engine.gate import Capture, Gate
 from holdfast.engine.meeting import meet
@@ -29,7 +28,7 @@ from holdfast.engine.registration import register
 from holdfast.engine.restore import restore_rng
 from holdfast.engine.resume import Resume, folder_of, survey
 from holdfast.engine.retention import Retention, remove_checkpoint
-from holdfast.engine.saver import Saver
+from holdfast.engine.saver import Saver, StagingLimit
 from holdfast.engine.service import Save, Service
 from holdfast.engine.store import Below, Connections, Store
 from holdfast.engine.watch import BEAT, IDLE, Request, Watcher, say_goodbye
@@ -63,6 +62,8 @@ class Checkpointer:
             step, and a note of the small state at each batch; parameters that change outside `optimizer.step` have to do so
             inside `mutating()`.
         stop_signals: signals after which all ranks save and stop at one step: see `should_stop`.
+        staging_limit: bytes of host memory for a rank's copy of its state; "auto" takes an equal part of what is free on the
+            host. A state that is larger is copied and written in pieces before `save` returns.
         deadlines: how long to wait for other ranks.
 
     All ranks make their Checkpointers in the same order, after the process group.
@@ -92,6 +93,7 @@ class Checkpointer:
         read_back: bool = False,
         one_caller: bool = False,
         stop_signals: Sequence[signal.Signals] = (),
+        staging_limit: StagingLimit = "auto",
         deadlines: Deadlines | None = None,
     ) -> None:
         self.read_back = read_back
@@ -126,7 +128,7 @@ class Checkpointer:
             read_back=read_back,
         )
         self._registered.bases.prepare(first)
-        self._saver = Saver(self._registered, self._run, self._gate, self._service, self._deadlines, overlap)
+        self._saver = Saver(self._registered, self._run, self._gate, self._service, self._deadlines, overlap, staging_limit)
         self._gate.first_steps_made = self._saver.warm_up
         self._closed = False
         self._base_step = 0
@@ -143,7 +145,7 @@ class Checkpointer:
         if stop_signals:
             self._watcher.hook_signals(stop_signals)
         self._watcher.start()
-        self._at_exit = _close_at_exit(self)
+        self._at_exit = close_at_exit(self)
 
     @property
     def saves(self) -> list[Save]:
@@ -430,21 +432,3 @@ def _last(request: Request) -> Request:
 
 def _nothing() -> None:
     pass
-
-
-def _close_at_exit(checkpointer: Checkpointer) -> Any:
-    """At interpreter exit, finish the own part of what was requested: a thread that still copies then would abort the process."""
-    reference = weakref.ref(checkpointer)
-
-    def finish() -> None:
-        alive = reference()
-        if alive is None or alive._closed:
-            return
-        if alive._calls is not None and not hasattr(sys, "last_type"):  # a script that ended well: others may still ask for a save
-            with contextlib.suppress(SaveFailed):
-                alive.wait()
-            alive._part()
-        alive._stop(patience=alive._deadlines.goodbye)
-
-    atexit.register(finish)
-    return finish

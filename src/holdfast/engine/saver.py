@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -14,12 +16,22 @@ from holdfast.engine.capture import Staging
 from holdfast.engine.collect import Collected, Held, Registered, collect
 from holdfast.engine.deadlines import Deadlines
 from holdfast.engine.gate import Capture, Gate
+from holdfast.engine.memory import room_for_staging
 from holdfast.engine.onecaller import Note
 from holdfast.engine.plan import SavePlan, make_plan
 from holdfast.engine.service import Job, Save, Service
 from holdfast.engine.store import Run
 from holdfast.engine.watch import Request
-from holdfast.errors import DeadlineExceeded, SaveFailed
+from holdfast.engine.windows import Windows
+from holdfast.engine.writer import PIECE
+from holdfast.errors import DeadlineExceeded, SaveFailed, UsageError
+
+log = logging.getLogger("holdfast")
+
+WINDOW = 256 << 20
+"""Where the whole image does not fit, this much at a time: more would not make the disk faster."""
+
+StagingLimit = int | Literal["auto"]
 
 
 class Saver:
@@ -29,14 +41,24 @@ class Saver:
     """
 
     def __init__(
-        self, registered: Registered, run: Run, gate: Gate, service: Service, deadlines: Deadlines, overlap: bool
+        self,
+        registered: Registered,
+        run: Run,
+        gate: Gate,
+        service: Service,
+        deadlines: Deadlines,
+        overlap: bool,
+        staging_limit: StagingLimit,
     ) -> None:
+        if staging_limit != "auto" and (type(staging_limit) is not int or staging_limit < PIECE):
+            raise UsageError(f"staging_limit is {staging_limit!r}, should be 'auto' or a number of bytes, at least {PIECE:,}")
         self._registered, self._run, self._gate, self._service = registered, run, gate, service
         self._models = replace(registered, optimizers={}, stateful={})
         self._models.bases = registered.bases
         self._rank, self._world_size = registered.rank, registered.world_size
         self._deadlines, self.overlap = deadlines, overlap
-        self._staging = Staging()
+        self._staging, self._limit = Staging(), staging_limit
+        self._windows: Windows | None = None
         self._plan: SavePlan | None = None
         self.saves: list[Save] = []
         self.verified: set[str] = set()
@@ -48,20 +70,32 @@ class Saver:
         later = self.overlap and held is None
         try:
             self._wait_for_staging()
-            plan, collected = self._stage(save, note, later, self._models if wish.weights_only else self._registered)
+            plan, collected, image = self._stage(save, note, later, self._models if wish.weights_only else self._registered)
         except BaseException as error:
             capture.done.set()
             save.error_raised = True
             self._service.refuse(save, error if isinstance(error, Exception) else SaveFailed(repr(error)))
             raise
+        later = later or isinstance(image, Windows)
         if not later:
             capture.done.set()
         elif torch.accelerator.is_available():
             capture.begun = torch.accelerator.current_stream().record_event()
-        self._service.submit(Job(save, plan, collected, self._staging, capture if later else None))
+        self._service.submit(Job(save, plan, collected, image, capture if later else None))
+        if isinstance(image, Windows) and held is None:
+            self._wait_for_windows(save, capture)
         save.blocked_s += time.perf_counter() - started
         self._gate.charge(save)
         return save
+
+    def _wait_for_windows(self, save: Save, capture: Capture) -> None:
+        """The state may change again only when the last of it is in the file."""
+        if not capture.done.wait(self._deadlines.commit):
+            capture.void = True
+            capture.done.set()
+        elif self._rank == 0:
+            log.info("step %d: copied and written in pieces, since the staging is limited; the training waited %.2f s",
+                     save.step, save.captured_s)  # fmt: skip
 
     def _record(self, wish: Request, started: float) -> Save:
         """Counted even if it fails later, so that the ranks' counts stay the same."""
@@ -70,7 +104,7 @@ class Saver:
         self.saves.append(save)
         return save
 
-    def _stage(self, save: Save, note: Note | None, later: bool, registered: Registered) -> tuple[SavePlan, Collected]:
+    def _stage(self, save: Save, note: Note | None, later: bool, registered: Registered) -> tuple[SavePlan, Collected, Staging | Windows]:
         """Find the state, note the small state, and copy what must be copied before `save` returns."""
         collected = collect(registered)
         if note is not None:
@@ -82,13 +116,30 @@ class Saver:
         small = canonical({"state": collected.small, "rng": generators, "step": save.step, "rank": self._rank})
         registered.bases.settle(collected)
         self._plan = make_plan(collected, registered.bases, self._rank, self._world_size, len(small), self._plan)
-        self._staging.prepare(self._plan, collected.tensors)
+        image = self._image(self._plan)
+        image.prepare(self._plan, collected.tensors)
         start = time.perf_counter()
-        names = self._staging.names
-        self._staging.copy(filter(collected.volatile.__contains__, names) if later else names, collected.tensors)
-        self._staging.put_small(small)
+        if isinstance(image, Staging):
+            names = image.names
+            image.copy(filter(collected.volatile.__contains__, names) if later else names, collected.tensors)
+        image.put_small(small)
         save.captured_s = time.perf_counter() - start
-        return self._plan, collected
+        return self._plan, collected, image
+
+    def _image(self, plan: SavePlan) -> Staging | Windows:
+        """The staging for the whole image, if it is there or may be allocated, else a window of it."""
+        if self._windows is not None or plan.buffer_size <= self._staging.size:
+            return self._windows or self._staging
+        free = self._staging.size + room_for_staging(self._world_size) if self._limit == "auto" else self._limit
+        if plan.buffer_size <= free:
+            return self._staging
+        size = max(PIECE, free // PIECE * PIECE)
+        self._staging, self._windows = Staging(), Windows(min(size, WINDOW))
+        log.warning(
+            "rank %d: its state of %.1f GB does not fit into a staging of %.1f GB (staging_limit): each save copies and writes "
+            "it in pieces before it returns", self._rank, plan.image_size / 1e9, free / 1e9,
+        )  # fmt: skip
+        return self._windows
 
     def warm_up(self) -> None:
         """After the first step, when the state has its size: the first save should cost what later ones do."""
@@ -99,7 +150,8 @@ class Saver:
         bases.settle(collected)
         small = len(canonical({"state": collected.small, "rng": rng.capture()}))
         plan = self._plan = make_plan(collected, bases, self._rank, self._world_size, small, self._plan)
-        self._service.warm(lambda: self._staging.warm(plan, collected.tensors))
+        if isinstance(image := self._image(plan), Staging):
+            self._service.warm(lambda: image.warm(plan, collected.tensors))
 
     def _wait_for_staging(self) -> None:
         if not self._service.staging_free.wait(self._deadlines.commit):

@@ -32,6 +32,7 @@ from holdfast.engine.retention import remove_attempts
 from holdfast.engine.store import Run, Store, name_ranks
 from holdfast.engine.verify import bad_blocks
 from holdfast.engine.watch import BEAT, roll_call
+from holdfast.engine.windows import Windows
 from holdfast.errors import CorruptCheckpoint, DeadlineExceeded, HoldfastError, SaveFailed
 from holdfast.storage import Storage
 
@@ -71,7 +72,7 @@ class Job:
     save: Save
     plan: SavePlan
     collected: Collected
-    staging: Staging
+    staging: Staging | Windows
     capture: Capture | None
     announced: float | None = None
 
@@ -201,6 +202,10 @@ class Service:
     def _finish_capture(self, job: Job) -> None:
         if job.capture is None:
             return
+        if isinstance(job.staging, Windows):  # copied while it is written
+            if job.capture.begun is not None:
+                job.capture.begun.synchronize()
+            return
         start = time.perf_counter()
         names = [n for n in job.staging.names if n not in job.collected.volatile]
         job.capture.ended = job.staging.enqueue(names, job.collected.tensors, job.capture.begun)
@@ -208,8 +213,7 @@ class Service:
         if job.capture.ended is not None:
             job.capture.ended.synchronize()
         job.save.captured_s = time.perf_counter() - start
-        if job.capture.void:
-            raise SaveFailed("the copy of the state took longer than its deadline, and the training went on without it")
+        _refuse_void(job.capture)
 
     def _write(self, job: Job) -> Receipt:
         save, plan = job.save, job.plan
@@ -222,6 +226,11 @@ class Service:
             return writer.write_image(self._storage, save.folder, name, plan, job.staging)
 
         blocks = writer.persistently(write_file, what)
+        plain = job.staging.plain_digest()
+        if isinstance(job.staging, Windows) and job.capture is not None:
+            save.captured_s = time.perf_counter() - start
+            job.capture.done.set()
+            _refuse_void(job.capture)
         save.written_s, save.bytes = time.perf_counter() - start, plan.image_size
         receipt = Receipt(
             attempt=save.attempt,
@@ -234,7 +243,7 @@ class Service:
             size=plan.image_size,
             block_size=BLOCK,
             blocks=blocks,
-            plain=job.staging.plain_digest(),
+            plain=plain,
             host=self.host,
             captured_s=save.captured_s,
             written_s=save.written_s,
@@ -350,6 +359,11 @@ class Service:
             f"{name_ranks(absent)} did not deliver {waited}: {seen}. Every rank has to call save({save.step}) (or one, with "
             "one_caller=True), and its disk has to take its part in that time; look into their logs"
         )
+
+
+def _refuse_void(capture: Capture) -> None:
+    if capture.void:
+        raise SaveFailed("the copy of the state took longer than its deadline, and the training went on without it")
 
 
 def _groups_digest(collected: Collected) -> str:

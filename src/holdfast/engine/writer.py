@@ -12,6 +12,7 @@ from holdfast.core.documents import digest
 from holdfast.core.manifest import BLOCK, Receipt, layout_file, rank_file, receipt_file
 from holdfast.engine.capture import Staging
 from holdfast.engine.plan import SavePlan
+from holdfast.engine.windows import Windows
 from holdfast.storage import Storage
 
 log = logging.getLogger("holdfast")
@@ -20,21 +21,21 @@ PIECE = 16 * BLOCK
 """Bytes of one write: large enough that direct I/O streams, small enough that an error shows soon."""
 
 
-def write_image(storage: Storage, folder: str, name: str, plan: SavePlan, staging: Staging) -> tuple[str, ...]:
+def write_image(storage: Storage, folder: str, name: str, plan: SavePlan, staging: Staging | Windows) -> tuple[str, ...]:
     """Write the staged image as `folder/name`, durably; returns the hash of each of its blocks.
 
     Raises:
         OSError: the storage could not take it; what was written is removed.
     """
-    image, size = staging.image(), plan.image_size
+    size, start = plan.image_size, 0
     hashes: list[str] = []
     file = storage.create(f"{folder}/{name}", size)
     try:
-        for start in range(0, len(image), PIECE):
-            piece = image[start : start + PIECE]
-            for offset in range(start, min(start + PIECE, size), BLOCK):
-                hashes.append(digest(image[offset : min(offset + BLOCK, size)]))
+        for piece in staging.pieces(PIECE):
+            known = min(len(piece), size - start)
+            hashes += [digest(piece[offset : min(offset + BLOCK, known)]) for offset in range(0, known, BLOCK)]
             file.write(piece)
+            start += len(piece)
         file.close(size)
     except BaseException:
         file.abort()
