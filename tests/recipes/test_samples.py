@@ -174,12 +174,13 @@ def test_pairs_are_cut_alike_and_cached_by_content(tmp_path: Path, caplog: pytes
     data = pair_dataset(tmp_path, [((32, 48), (32, 48)), ((48, 32), (96, 64)), ((32, 48), (16, 16))])
     flags = config(
         tmp_path / "out", dataset_name=str(data), image_column="output", cond_image_column="file_name", caption_column="instruction",
-        aspect_ratio_buckets="16,24;24,16", random_flip=True, train_batch_size=2,
+        aspect_ratio_buckets="16,24;24,16", random_flip=True, train_batch_size=2, repeats=2,
     )  # fmt: skip
     samples = instance_samples(flags, str(tmp_path / "hub"))
     training = TrainingData(flags, samples, [], 8)
-    assert "1 of 3 pairs are of unlike shapes" in caplog.text
-    assert training.sizes == [(16, 24), (24, 16), (16, 24)]
+    assert "2 of 6 pairs are of unlike shapes" in caplog.text
+    assert training.sizes == [(16, 24), (24, 16), (16, 24)] * 2
+    assert any(training.pictures(n)[0].cut.mirrored != training.pictures(n + 3)[0].cut.mirrored for n in range(3))
     for index in (0, 1):  # the same picture but for its blue channel: so must the cuts be
         (item,) = training[index]
         assert item.condition is not None
@@ -198,15 +199,15 @@ def test_pairs_are_cut_alike_and_cached_by_content(tmp_path: Path, caplog: pytes
     def encoder() -> Any:
         return lambda pixels: seen.append(pixels) or pixels * 2
 
-    assert training.cache_latents(Cache(tmp_path / "out", "latents"), ["vae"], encoder) == 6
-    assert len(seen) == 6
+    assert training.cache_latents(Cache(tmp_path / "out", "latents"), ["vae"], encoder) == 12  # each comes twice, cut in two ways
+    assert len(seen) == 12
     cached = batches()
     assert [batch["prompts"] for batch in cached] == [batch["prompts"] for batch in plain]
     for with_cache, without in zip(cached, plain, strict=True):
         assert torch.equal(with_cache["moments"], without["images"] * 2)
         assert torch.equal(with_cache["cond_moments"], without["cond_images"] * 2)
     assert training.cache_latents(Cache(tmp_path / "out", "latents"), ["vae"], encoder) == 0
-    assert training.cache_latents(Cache(tmp_path / "out", "latents"), ["another vae"], encoder) == 6
+    assert training.cache_latents(Cache(tmp_path / "out", "latents"), ["another vae"], encoder) == 12
 
 
 def test_a_condition_that_cannot_be_read_takes_its_pair_along(tmp_path: Path) -> None:
