@@ -126,3 +126,28 @@ def test_a_rank_takes_its_part_of_what_is_free(
     assert room_for_staging(64, root) == int(0.8 * (free_gib << 30) / 8)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert room_for_staging(2, root) == int(0.8 * (free_gib << 30) / 2)
+
+
+def test_a_save_waits_for_the_one_before_it_or_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = FaultyFolder(tmp_path, Fault("checkpoint-1", "write", "stall", seconds=1.0))
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with holdfast.Checkpointer(folder, model=model, optimizer=optimizer, when_busy="skip") as checkpointer:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        first = checkpointer.save(1)
+        skipped = checkpointer.save(2)
+        assert first.state == "writing"
+        waited = checkpointer.save(3, when_busy="wait")
+        checkpointer.wait()
+        assert [first.state, skipped.state, waited.state] == ["complete", "skipped", "complete"]
+        assert waited.blocked_s > 0.5 > skipped.blocked_s
+        assert checkpointer.save(4).finished.wait(10)  # nobody is busy any more
+        folder.fault = Fault("checkpoint-5", "write", "stall", seconds=1.0)
+        checkpointer.save(5)
+        checkpointer.save(6)
+    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{i}" for i in (1, 3, 4, 5)]
+    assert "the save of step 2 is skipped: rank 0" in caplog.text
+    assert "the last save, of step 6, was skipped" in caplog.text
+    with pytest.raises(UsageError, match="when_busy is 'never'"):
+        holdfast.Checkpointer(tmp_path, model=model, when_busy="never")  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ from holdfast.engine.registration import register
 from holdfast.engine.restore import restore_rng
 from holdfast.engine.resume import Resume, folder_of, survey
 from holdfast.engine.retention import Retention, remove_checkpoint
-from holdfast.engine.saver import Saver, StagingLimit
+from holdfast.engine.saver import Saver, StagingLimit, WhenBusy, known
 from holdfast.engine.service import Save, Service
 from holdfast.engine.store import Below, Connections, Store
 from holdfast.engine.watch import BEAT, IDLE, Request, Watcher, say_goodbye
@@ -64,6 +64,8 @@ class Checkpointer:
         stop_signals: signals after which all ranks save and stop at one step: see `should_stop`.
         staging_limit: bytes of host memory for a rank's copy of its state; "auto" takes an equal part of what is free on the
             host. A state that is larger is copied and written in pieces before `save` returns.
+        when_busy: what `save` does while the one before it is still being written: "wait" for its turn, or "skip" with a warning;
+            a save that one rank skips is skipped by all.
         deadlines: how long to wait for other ranks.
 
     All ranks make their Checkpointers in the same order, after the process group.
@@ -94,6 +96,7 @@ class Checkpointer:
         one_caller: bool = False,
         stop_signals: Sequence[signal.Signals] = (),
         staging_limit: StagingLimit = "auto",
+        when_busy: WhenBusy = "wait",
         deadlines: Deadlines | None = None,
     ) -> None:
         self.read_back = read_back
@@ -128,7 +131,7 @@ class Checkpointer:
             read_back=read_back,
         )
         self._registered.bases.prepare(first)
-        self._saver = Saver(self._registered, self._run, self._gate, self._service, self._deadlines, overlap, staging_limit)
+        self._saver = Saver(self._registered, self._run, self._gate, self._service, self._deadlines, overlap, staging_limit, when_busy)
         self._gate.first_steps_made = self._saver.warm_up
         self._closed = False
         self._base_step = 0
@@ -209,14 +212,16 @@ class Checkpointer:
         self._say(f"resumed from {checkpoint.where} at step {step} in {time.perf_counter() - start:.2f} s")
         return step
 
-    def save(self, step: int, metric: float | None = None, *, folder: str = "", weights_only: bool = False) -> Save:
+    def save(
+        self, step: int, metric: float | None = None, *, folder: str = "", weights_only: bool = False, when_busy: WhenBusy | None = None
+    ) -> Save:
         """Save the state as `checkpoint-<step>`; all ranks call it, between two optimizer steps.
 
         `metric` rates the checkpoint for `keep_best`; rank 0's counts, and one that is no finite number does not. `folder` is
         another name in the storage than `checkpoint-<step>`. With `weights_only` nothing but the models is written.
 
-        Returns when the state has been copied (at once with `overlap`); the writing goes on beside the training. When the
-        save before this one is still being written, its staging is waited for first.
+        Returns when the state has been copied (at once with `overlap`); the writing goes on beside the training. While the
+        save before this one is still being written, `when_busy` counts, or what the Checkpointer was given: give the last save "wait".
 
         Returns:
             Save: its record, filled as it goes on.
@@ -236,7 +241,8 @@ class Checkpointer:
         if self._saver.overlap and not self.saves:
             self._gate.check_hooks()
         self._watcher.enter("save")
-        wish = Request(len(self.saves) + 1, step, {}, -1, self._rank, rating, False, folder or folder_of(step), weights_only)
+        wish = Request(len(self.saves) + 1, step, {}, -1, self._rank, rating, False, folder or folder_of(step), weights_only,
+                       known(when_busy) if when_busy else "")  # fmt: skip
         if self._calls is not None and self._one_caller:
             save = self._ask(self._calls, wish, started)
         else:
@@ -378,6 +384,8 @@ class Checkpointer:
             return
         try:
             self.wait()
+            if self.saves and self.saves[-1].state == "skipped":
+                self._say(f"the last save, of step {self.saves[-1].step}, was skipped: give the last one when_busy='wait'", logging.WARNING)
         finally:
             self._part()
             self._stop(patience=self._deadlines.goodbye)
@@ -420,9 +428,9 @@ class Checkpointer:
             for old in self.retention.superfluous(survey(self._storage).complete, self._saver.verified):
                 remove_checkpoint(self._storage, old.folder, self._run.nonce)
 
-    def _say(self, line: str) -> None:
+    def _say(self, line: str, level: int = logging.INFO) -> None:
         if self._rank == 0:
-            log.info("%s", line)
+            log.log(level, "%s", line)
 
 
 def _last(request: Request) -> Request:

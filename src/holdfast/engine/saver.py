@@ -19,7 +19,7 @@ from holdfast.engine.gate import Capture, Gate
 from holdfast.engine.memory import room_for_staging
 from holdfast.engine.onecaller import Note
 from holdfast.engine.plan import SavePlan, make_plan
-from holdfast.engine.service import Job, Save, Service
+from holdfast.engine.service import Job, Save, SaveSkipped, Service
 from holdfast.engine.store import Run
 from holdfast.engine.watch import Request
 from holdfast.engine.windows import Windows
@@ -32,6 +32,14 @@ WINDOW = 256 << 20
 """Where the whole image does not fit, this much at a time: more would not make the disk faster."""
 
 StagingLimit = int | Literal["auto"]
+WhenBusy = Literal["wait", "skip"]
+
+
+def known(when_busy: WhenBusy) -> WhenBusy:
+    """Raises UsageError for what is none."""
+    if when_busy not in ("wait", "skip"):
+        raise UsageError(f"when_busy is {when_busy!r}, should be 'wait' or 'skip'")
+    return when_busy
 
 
 class Saver:
@@ -49,7 +57,9 @@ class Saver:
         deadlines: Deadlines,
         overlap: bool,
         staging_limit: StagingLimit,
+        when_busy: WhenBusy,
     ) -> None:
+        self._when_busy = known(when_busy)
         if staging_limit != "auto" and (type(staging_limit) is not int or staging_limit < PIECE):
             raise UsageError(f"staging_limit is {staging_limit!r}, should be 'auto' or a number of bytes, at least {PIECE:,}")
         self._registered, self._run, self._gate, self._service = registered, run, gate, service
@@ -67,6 +77,10 @@ class Saver:
         """Capture this rank's part and hand it to the service; `held` where the gate is closed for it already."""
         capture = held or self._gate.begin()
         save = self._record(wish, started)
+        if (wish.when_busy or self._when_busy) == "skip" and self._service.busy:
+            capture.done.set()
+            self._service.refuse(save, SaveSkipped("is still writing the one before it (when_busy='skip')"))
+            return save
         later = self.overlap and held is None
         try:
             self._wait_for_staging()

@@ -52,6 +52,8 @@ class Save:
     """Whether it takes the place of a checkpoint that was read back: then it is read back, too, before it does."""
 
     state: str = "writing"
+    """writing, complete, failed, or skipped: where a rank was still busy with the save before and was not to wait for it."""
+
     blocked_s: float = 0.0
     captured_s: float = 0.0
     written_s: float = 0.0
@@ -82,6 +84,10 @@ class Warm:
     """Work on the staging that no save waits for."""
 
     work: Callable[[], None]
+
+
+class SaveSkipped(SaveFailed):
+    """A rank was busy and was told not to wait. Never raised: the record of the save says it."""
 
 
 @dataclass
@@ -115,6 +121,7 @@ class Service:
         self._pending: list[Job] = []
         self.staging_free = threading.Event()
         self.staging_free.set()
+        self._warming = False
         self.host = socket.gethostname()
         self.doing: tuple[str, float] | None = None
         """What the thread is at, and since when (monotonic): a disk that does not answer keeps it there."""
@@ -129,12 +136,18 @@ class Service:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a save is still being written out of the staging."""
+        return not self.staging_free.is_set() and not self._warming
+
     def submit(self, job: Job) -> None:
         self.staging_free.clear()
         self._queue.put(job)
 
     def warm(self, work: Callable[[], None]) -> None:
         """Do something with the staging before the first save, on the service thread."""
+        self._warming = True
         self.staging_free.clear()
         self._queue.put(Warm(work))
 
@@ -164,9 +177,10 @@ class Service:
                     job.work()
                 except Exception as error:  # the first save will meet the same and say it
                     log.warning("rank %d: staging could not be prepared ahead: %s", self._rank, error)
+                self._warming = False
                 self.staging_free.set()
             elif isinstance(job, Refusal):
-                self._fail(job.save, "capture", job.error)
+                self._fail(job.save, "skip" if isinstance(job.error, SaveSkipped) else "capture", job.error)
             elif job is not None:
                 self._perform(job)
             elif stopping and self._pending:
@@ -267,7 +281,7 @@ class Service:
         try:
             failure = self._store.look(f"{save.index}/failed")
             if failure is not None:
-                self._give_up(save, SaveFailed(self._describe_failure(save, failure)), _nobody_commits(failure), job)
+                self._told(save, failure, job)
             elif self._rank == 0 and self._store.add(f"{save.index}/receipts", 0) == self._world_size:
                 self._commit(job)
             elif self._rank != 0 and self._store.look(f"{save.index}/complete") is not None:
@@ -327,16 +341,25 @@ class Service:
             self._store.publish(f"{save.index}/failed", failure)
         except Exception as lost:  # the store is gone, and with it the job: what is known is said here
             log.error("rank %d: the store does not answer (%s)", self._rank, lost)
-        self._give_up(save, SaveFailed(self._describe_failure(save, failure)), _nobody_commits(failure), job, error)
+        self._told(save, failure, job, error)
+
+    def _told(self, save: Save, failure: bytes, job: Job | None, cause: Exception | None = None) -> None:
+        """A save ends as a rank, this or another, has said of it."""
+        skipped = json.loads(failure)["phase"] == "skip"
+        self._give_up(save, SaveFailed(self._describe_failure(save, failure)), _nobody_commits(failure), job, cause, skipped)
 
     def _give_up(
-        self, save: Save, error: SaveFailed, remove: bool, job: Job | None, cause: Exception | None = None
+        self, save: Save, error: SaveFailed, remove: bool, job: Job | None, cause: Exception | None = None, skipped: bool = False
     ) -> None:
         if job in self._pending:
             self._pending.remove(job)
-        error.__cause__ = cause
-        save.error, save.state = error, "failed"
-        log.error("%s", error)
+        if skipped:
+            save.state = "skipped"
+            log.warning("%s", error)
+        else:
+            error.__cause__ = cause
+            save.error, save.state = error, "failed"
+            log.error("%s", error)
         try:
             if remove:
                 writer.remove_attempt(self._storage, save.folder, self._rank, save.attempt)
@@ -346,6 +369,8 @@ class Service:
 
     def _describe_failure(self, save: Save, failure: bytes) -> str:
         told = json.loads(failure)
+        if told["phase"] == "skip":
+            return f"the save of step {save.step} is skipped: rank {told['rank']} ({told['host']}) {told['message']}"
         return (
             f"the save of step {save.step} failed on rank {told['rank']} ({told['host']}) in phase '{told['phase']}': "
             f"{told['message']}. Earlier checkpoints are untouched and training goes on."
@@ -377,4 +402,4 @@ def _nobody_commits(failure: bytes) -> bool:
 
     A failure while the manifest is written, or while a receipt is announced, may come after the fact.
     """
-    return json.loads(failure)["phase"] in ("capture", "write", "delivery")
+    return json.loads(failure)["phase"] in ("skip", "capture", "write", "delivery")

@@ -47,6 +47,9 @@ class Request:
     stop: bool = False
     folder: str = ""
     weights_only: bool = False
+    when_busy: str = ""
+    """`wait` or `skip`, where it is not what the Checkpointer does otherwise."""
+
     occurrence: str = ""
     """Which call for this folder at this boundary, counted by each rank for itself."""
 
