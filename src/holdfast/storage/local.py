@@ -8,11 +8,16 @@ and renamed. Whatever a platform lacks (direct I/O, a folder's fsync) is left ou
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import functools
 import os
 import shutil
+import sys
 import uuid
+from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from holdfast.core.safetensors import ALIGNMENT
 from holdfast.errors import CorruptCheckpoint
@@ -36,7 +41,7 @@ class LocalFolder:
         free = shutil.disk_usage(target.parent).free
         if free < size:
             raise OSError(errno.ENOSPC, f"{size - free:,} bytes are missing for a file of {size:,}", str(target))
-        return _Writer(target)
+        return _Writer(target, size)
 
     def put(self, path: str, data: bytes) -> None:
         target = self._inside(path)
@@ -103,7 +108,7 @@ class LocalFolder:
 class _Writer:
     """Direct writes as long as the file system takes them; a file system may refuse at `open` or at the first write."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, size: int) -> None:
         self._path = path
         self._offset = 0
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY
@@ -116,6 +121,11 @@ class _Writer:
             # Linux makes the file before it refuses the flag.
             self._descriptor = os.open(path, flags & ~os.O_EXCL, 0o666)
             self._direct = False
+        try:
+            _reserve(self._descriptor, size)
+        except BaseException:
+            self.abort()
+            raise
 
     def write(self, data: memoryview) -> None:
         if self._direct and (len(data) % ALIGNMENT or self._offset % ALIGNMENT):
@@ -146,6 +156,34 @@ class _Writer:
         with contextlib.suppress(OSError):
             os.close(self._descriptor)
         self._path.unlink(missing_ok=True)
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Have the file system set the file's blocks aside: it lays them side by side, and says at once when they are too many.
+
+    Where it cannot, nothing is done. The C library's `posix_fallocate` would write every block instead.
+    """
+    call = _fallocate()
+    if call is None or size == 0:
+        return
+    if call(descriptor, 0, 0, size) != 0:
+        number = ctypes.get_errno()
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise OSError(number, f"{os.strerror(number)}: {size:,} bytes could not be set aside")
+
+
+@functools.cache
+def _fallocate() -> Callable[[int, int, int, int], int] | None:
+    """fallocate(2), on Linux."""
+    if sys.platform != "linux":
+        return None
+    try:
+        call = ctypes.CDLL(None, use_errno=True).fallocate
+    except (OSError, AttributeError):
+        return None
+    call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    call.restype = ctypes.c_int
+    return cast(Callable[[int, int, int, int], int], call)
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:
