@@ -26,6 +26,8 @@ class Engine:
     wait: Callable[[], None]
     load: Callable[[int], None]
     close: Callable[[], None] = lambda: None
+    blocked: Callable[[], float] | None = None
+    """How long the last save blocked the training, by the engine's own clock."""
 
 
 def _nothing() -> None:
@@ -40,7 +42,7 @@ def holdfast(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, o
     def load(i: int) -> None:
         assert checkpointer.resume(f"checkpoint-{i}") == i
 
-    return Engine(lambda i: _ignore(checkpointer.save(i)), checkpointer.wait, load, checkpointer.close)
+    return Engine(lambda i: _ignore(checkpointer.save(i)), checkpointer.wait, load, checkpointer.close, lambda: checkpointer.saves[-1].blocked_s)
 
 
 def holdfast_overlap(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Engine:
