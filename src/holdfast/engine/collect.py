@@ -1,6 +1,7 @@
 """The state of one rank: every tensor with its place in the global state, and the small state beside them.
 
-Called on the training thread at each save, since FSDP may have replaced what it manages. Nothing is copied here and no
+Called on the training thread at each save, since FSDP may have replaced what it manages; what has not been replaced is bound
+once (`engine.binding`), the small state is collected anew each time. Nothing is copied here and no
 other rank is asked: a rank holds everything that it must write.
 """
 
@@ -22,9 +23,10 @@ from holdfast.core.documents import Json
 from holdfast.core.layout import OptimizerSlot, TensorSpec
 from holdfast.engine import dtypes, statetree
 from holdfast.engine.base import Bases, Origin, origin_of
+from holdfast.engine.binding import Binding, Found
 from holdfast.engine.fsdp1 import FlatPiece
 from holdfast.engine.names import NamedState, extra_state_modules, join, named_state
-from holdfast.engine.optimizers import OptimizerState
+from holdfast.engine.optimizers import OptimizerState, small_state
 from holdfast.engine.optimizers import bare_optimizer as bare_optimizer
 from holdfast.engine.optimizers import slot_name as slot_name
 from holdfast.errors import UnsupportedState
@@ -60,6 +62,8 @@ class Collected:
     aliases: Mapping[str, str] = field(default_factory=dict)
     volatile: set[str] = field(default_factory=set)
     small: dict[str, Json] = field(default_factory=dict)
+    structure: object = None
+    """The same object as that of another save: the same names, specs and shapes."""
 
 
 @dataclass
@@ -82,30 +86,77 @@ class Registered:
     bases: Bases = field(init=False)
     """What is known of the files that frozen weights came from."""
 
+    binding: Binding | None = field(init=False, default=None)
+    """What the last collect found, where it may be used again."""
+
     def __post_init__(self) -> None:
         self.bases = Bases(self.rank)
 
 
 def collect(registered: Registered) -> Collected:
-    """Everything that this rank has to write, by clean name.
+    """Everything that this rank has to write, by clean name. What was bound by the call before is used where it still holds.
 
     Raises:
         UnsupportedState: a tensor or value that a checkpoint cannot hold, with its path.
         UsageError: an optimizer holds parameters that no registered model has.
     """
+    binding = registered.binding
+    found = binding.holds(registered) if binding is not None else None
+    if found is None:
+        if binding is not None:
+            binding.release()
+        registered.binding = None
+        found, keeps = _find(registered)
+        if keeps:
+            registered.binding = Binding(registered, found)
+    fresh: dict[str, Held] = {}
+
+    def hold(name: str, tensor: torch.Tensor) -> None:
+        fresh[name] = describe(name, tensor, registered)
+
+    small: dict[str, Json] = {}
+    for key, optimizer in registered.optimizers.items():
+        loose: dict[str, torch.Tensor] = {}
+        small[join("optimizer", key)] = small_state(key, optimizer, found.known[key], found.groups[key], loose)
+        for name, tensor in loose.items():
+            hold(name, tensor)
+    for key, value in registered.stateful.items():
+        small[key] = encode_stateful(key, value, hold)
+    small["modules"] = {
+        name: encode_stateful(f"modules.{name}", module.get_extra_state(), hold)
+        for name, module in extra_state_modules(registered.models).items()
+    }
+    found.settle_small(fresh)
+    return Collected(
+        tensors={**found.tensors, **fresh},
+        origins=dict(found.origins),
+        based=set(found.origins),
+        elsewhere=found.elsewhere,
+        aliases=found.aliases,
+        volatile=found.volatile | {name for name in fresh if not name.startswith("extra.")},
+        small=small,
+        structure=found.structure,
+    )
+
+
+def _find(registered: Registered) -> tuple[Found, bool]:
+    """Every tensor of the models and optimizers; and whether it may be bound: FSDP1's are cut anew from its shards each time."""
     names = named_state(registered.models)
-    result = Collected(aliases=names.aliases, volatile=set(names.buffers))
+    found = Found(aliases=names.aliases, volatile=set(names.buffers))
 
     def hold(name: str, tensor: torch.Tensor, replicated: bool = False, slot: OptimizerSlot | None = None) -> None:
-        result.tensors[name] = describe(name, tensor, registered, replicated, slot)
+        held = describe(name, tensor, registered, replicated, slot)
+        # What is kept until the next save must not keep the tensor itself alive.
+        found.tensors[name] = Held(held.spec, held.local.detach()) if held.local is tensor else held
+        found.owners.append(tensor)
 
     def hold_piece(name: str, piece: FlatPiece, local: torch.Tensor, slot: OptimizerSlot | None = None) -> None:
         spec = TensorSpec(dtypes.name_of(local, name), piece.shape, piece.placement, 0, slot)
         written = piece.written(local)
         if written.numel():
-            result.tensors[name] = Held(spec, written)
+            found.tensors[name] = Held(spec, written)
         else:
-            result.elsewhere[name] = spec
+            found.elsewhere[name] = spec
 
     for name, tensor in names.tensors.items():
         if isinstance(tensor, FlatPiece):
@@ -114,22 +165,15 @@ def collect(registered: Registered) -> Collected:
             hold(name, tensor, name in names.replicated)
         trained = tensor.trained if isinstance(tensor, FlatPiece) else tensor.requires_grad
         if not trained and (origin := origin_of(*names.places[name])) is not None and origin.entry.shape == tuple(tensor.shape):
-            result.origins[name] = origin
-    result.based = set(result.origins)
+            found.origins[name] = origin
     for key, optimizer in registered.optimizers.items():
         state = OptimizerState(key, optimizer, names, hold, hold_piece)
-        result.small[join("optimizer", key)] = state.collect()
-        state.describe_others(result.tensors)
-        result.elsewhere |= state.elsewhere
+        found.known[key], found.groups[key] = state.collect(), state.groups()
+        state.describe_others(found.tensors)
+        found.elsewhere |= state.elsewhere
         _tell_once(registered, state.same_ranks_only)
-    for key, value in registered.stateful.items():
-        result.small[key] = encode_stateful(key, value, hold)
-    result.small["modules"] = {
-        name: encode_stateful(f"modules.{name}", module.get_extra_state(), hold)
-        for name, module in extra_state_modules(registered.models).items()
-    }
-    result.volatile |= {name for name in result.tensors if _may_change_in_forward(name, result.tensors[name].spec, names)}
-    return result
+    found.volatile |= {name for name, held in found.tensors.items() if _may_change_in_forward(name, held.spec, names)}
+    return found, not any(isinstance(tensor, FlatPiece) for tensor in names.parameters.values())
 
 
 def _may_change_in_forward(name: str, spec: TensorSpec, names: NamedState) -> bool:

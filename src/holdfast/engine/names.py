@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -189,18 +190,21 @@ def _walk(module: nn.Module, prefix: str, vouched: set[int] | None = None) -> It
             yield from _walk(child, prefix if through else join(prefix, name), vouched)
 
 
+def fsdp2_groups(module: nn.Module) -> Sequence[Any]:
+    """The groups of parameters that FSDP2 manages for a module it was called on; none for any other."""
+    get_state = getattr(type(module), "_get_fsdp_state", None)
+    if get_state is None:
+        return ()
+    fsdp_state = get_state(module)
+    groups = getattr(fsdp_state, "_fsdp_param_groups", None)  # several since torch 2.12, one before
+    return groups if groups is not None else [g for g in [fsdp_state._fsdp_param_group] if g is not None]
+
+
 def _fsdp2_shards(model: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
     """The sharded parameter behind every (module id, parameter name) that FSDP2 manages."""
     shards: dict[tuple[int, str], nn.Parameter] = {}
     for module in model.modules():
-        get_state = getattr(module, "_get_fsdp_state", None)
-        if get_state is None:
-            continue
-        fsdp_state = get_state()
-        groups = getattr(fsdp_state, "_fsdp_param_groups", None)  # several since torch 2.12, one before
-        if groups is None:
-            groups = [g for g in [fsdp_state._fsdp_param_group] if g is not None]
-        for group in groups:
+        for group in fsdp2_groups(module):
             for p in group.fsdp_params:
                 info = p._module_info
                 shards[id(info.module), info.param_name] = p.sharded_param

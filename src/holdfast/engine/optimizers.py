@@ -8,7 +8,7 @@ it sees in the same param group. Whether it is really there is told by the heade
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,28 +71,22 @@ class OptimizerState:
         self.same_ranks_only: list[str] = []
         """State whose tensors cannot be cut anew, by name."""
 
-    def collect(self) -> Json:
-        """Param groups and all state that is no tensor."""
-        prefix = join("optimizer", self.key)
-        values: dict[str, Json] = {}
-        loose: dict[str, torch.Tensor] = {}
+    def collect(self) -> list[tuple[str, ...]]:
+        """All tensors in the parameters' state. Returns whose each entry of the state is, by name."""
+        holders = []
         for p, state in self.optimizer.state.items():
             known = self.known.get(id(p)) if isinstance(p, torch.Tensor) else None
             if known is None:
+                prefix = join("optimizer", self.key)
                 raise UnsupportedState(f"{prefix}: state under the key {p!r:.60}, which is none of its parameters")
             tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
-            rest = {k: v for k, v in state.items() if k not in tensors}
-            holders = self._tensors_of_unit(known, tensors) if self._flat(known) else self._tensors(known.names[0], p, tensors)
-            for name in holders if rest else ():
-                values[name] = statetree.encode(rest, join(prefix, name), join(prefix, name), loose)
-        groups = []
-        for i, group in enumerate(self.optimizer.param_groups):
-            where = f"{prefix}.param_groups[{i}]"
-            encoded = statetree.encode({k: v for k, v in group.items() if k != "params"}, where, where, loose)
-            groups.append({"params": [name for p in group["params"] for name in self.known[id(p)].names], "values": encoded})
-        for name, tensor in loose.items():
-            self.hold(name, tensor, False, None)
-        return {"class": type(self.optimizer).__name__, "groups": groups, "values": values}
+            found = self._tensors_of_unit(known, tensors) if self._flat(known) else self._tensors(known.names[0], p, tensors)
+            holders.append(tuple(found))
+        return holders
+
+    def groups(self) -> list[list[str]]:
+        """The names of the parameters in each group."""
+        return [[name for p in group["params"] for name in self.known[id(p)].names] for group in self.optimizer.param_groups]
 
     def _flat(self, known: Optimised) -> bool:
         return isinstance(self.names.parameters[known.names[0]], FlatPiece)
@@ -170,6 +164,31 @@ class OptimizerState:
                     self.elsewhere[slot_name(slot)] = TensorSpec(
                         spec.dtype, piece.shape if cut else None, piece.placement if cut else None, 0, slot
                     )
+
+
+def small_state(
+    key: str,
+    optimizer: torch.optim.Optimizer,
+    holders: Sequence[tuple[str, ...]],
+    groups: Sequence[Sequence[str]],
+    loose: dict[str, torch.Tensor],
+) -> Json:
+    """Param groups and all state that is no tensor; `holders` and `groups` are what `OptimizerState` says of the names.
+
+    Tensors inside param groups and nested values are added to `loose`.
+    """
+    prefix = join("optimizer", key)
+    values: dict[str, Json] = {}
+    for names, state in zip(holders, optimizer.state.values(), strict=True):
+        rest = {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
+        for name in names if rest else ():
+            values[name] = statetree.encode(rest, join(prefix, name), join(prefix, name), loose)
+    encoded = []
+    for i, (members, group) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        where = f"{prefix}.param_groups[{i}]"
+        of_group = statetree.encode({k: v for k, v in group.items() if k != "params"}, where, where, loose)
+        encoded.append({"params": members, "values": of_group})
+    return {"class": type(optimizer).__name__, "groups": encoded, "values": values}
 
 
 def vector(value: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ builds no header and no layout.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -41,6 +41,9 @@ class SavePlan:
     plain: tuple[str, ...]
     """Names of the per-rank tensors of optimizers, whose common digest tells whether all ranks hold the same."""
 
+    fits: list[object] = field(default_factory=list, compare=False)
+    """The structure that was last found to be this plan's."""
+
     @cached_property
     def layout(self) -> Layout:
         """Waits for the digests of the base files, where there are any: for the service thread.
@@ -65,10 +68,15 @@ def make_plan(
     collected: Collected, bases: Bases, rank: int, world_size: int, small_bytes: int, last: SavePlan | None
 ) -> SavePlan:
     """The plan for what was collected; `last` itself where it still fits."""
+    structure = (collected.structure, tuple(collected.named))
+    fits = last is not None and small_bytes <= last.state_entry.nbytes
+    if last is not None and fits and collected.structure is not None and last.fits == [structure]:
+        return last
     named = {name: held.spec for name, held in collected.named.items()}
     tensors = {name: (held.spec, held.local.shape) for name, held in collected.tensors.items()}
     signature = tensors, collected.elsewhere, named, collected.origins, collected.based
-    if last is not None and small_bytes <= last.state_entry.nbytes and last.signature == signature:
+    if last is not None and fits and last.signature == signature:
+        last.fits[:] = [structure]
         return last
     every = {name: held.spec for name, held in collected.tensors.items()} | named | collected.elsewhere
     specs = spread_replicas(every, based=collected.based)
@@ -83,8 +91,9 @@ def make_plan(
     state_entry = entries.pop(STATE_TENSOR)
     plain = tuple(sorted(name for name in entries if specs[name].placement is None and specs[name].slot is not None))
     return SavePlan(
-        signature, world_size, specs, dict(collected.aliases), collected.origins, bases, header, entries, state_entry, plain
-    )
+        signature, world_size, specs, dict(collected.aliases), collected.origins, bases, header, entries, state_entry, plain,
+        [structure],
+    )  # fmt: skip
 
 
 def writes(spec: TensorSpec, rank: int) -> bool:

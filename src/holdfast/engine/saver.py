@@ -134,8 +134,7 @@ class Saver:
         image.prepare(self._plan, collected.tensors)
         start = time.perf_counter()
         if isinstance(image, Staging):
-            names = image.names
-            image.copy(filter(collected.volatile.__contains__, names) if later else names, collected.tensors)
+            image.copy(collected.volatile if later else image.names, collected.tensors)
         image.put_small(small)
         save.captured_s = time.perf_counter() - start
         return self._plan, collected, image
