@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
+from operator import attrgetter
 
 import torch
 import xxhash
@@ -22,6 +23,8 @@ from holdfast.engine.plan import SavePlan
 
 log = logging.getLogger("holdfast")
 
+_LOCAL = attrgetter("local")
+
 
 class Staging:
     """The image of the file that `plan` describes, and a view of it for every tensor."""
@@ -30,6 +33,8 @@ class Staging:
         self._memory: mmap.mmap | None = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._views: dict[str, torch.Tensor] = {}
+        self._volatile: set[str] | None = None
+        self._others: dict[str, torch.Tensor] = {}
         self._plan: SavePlan | None = None
         self._stream: torch.Stream | None = None
         """Where the copies from a device run, beside the compute stream."""
@@ -39,13 +44,14 @@ class Staging:
         if plan is self._plan:
             return
         if self._memory is None or len(self._memory) < plan.buffer_size:
-            self._views.clear()
+            self._views, self._others = {}, {}
             self._bytes = torch.empty(0, dtype=torch.uint8)
             self._memory = mmap.mmap(-1, plan.buffer_size)
             self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
             _pin(self._bytes)
         self._memory[: len(plan.header)] = plan.header
         self._views = {name: self._view(name, entry, tensors[name]) for name, entry in plan.entries.items() if entry.nbytes}
+        self._volatile = None
         self._plan = plan
 
     def warm(self, plan: SavePlan, tensors: Mapping[str, Held]) -> None:
@@ -69,13 +75,20 @@ class Staging:
 
         Returns the event of the last copy; None where nothing was on a device, and everything is there already.
         """
-        wanted = [name for name in names if name in self._views]
         device = rng.accelerator()
-        there = [n for n in wanted if device is not None and tensors[n].local.device.type == device.type]
-        here = [n for n in wanted if n not in set(there)]
+        targets = self._targets(names)
+        # The service thread makes these lists beside the training, whose interpreter it must leave alone: in as few loops as can be.
+        sources = list(map(_LOCAL, map(tensors.__getitem__, targets)))
+        views = list(targets.values())
+        there: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if device is not None:
+            pairs = list(zip(views, sources, strict=True))
+            there = [pair for pair in pairs if pair[1].device.type == device.type]
+            here = [pair for pair in pairs if pair[1].device.type != device.type]
+            views, sources = [view for view, _ in here], [source for _, source in here]
         with torch.no_grad():
-            if here:
-                torch._foreach_copy_([self._views[n] for n in here], [tensors[n].local for n in here])
+            if sources:
+                torch._foreach_copy_(views, sources)
             if not there:
                 return None
             stream = self._stream = self._stream or torch.Stream(device=device)
@@ -83,9 +96,20 @@ class Staging:
                 begun = torch.accelerator.current_stream().record_event()
             stream.wait_event(begun)
             with stream:
-                sources = [tensors[n].local for n in there]
-                torch._foreach_copy_([self._views[n] for n in there], sources, non_blocking=True)
+                torch._foreach_copy_([view for view, _ in there], [source for _, source in there], non_blocking=True)
             return stream.record_event()
+
+    def _targets(self, names: Iterable[str]) -> Mapping[str, torch.Tensor]:
+        if names is self._others:
+            return self._others
+        return {name: self._views[name] for name in names if name in self._views}
+
+    def names_without(self, volatile: set[str]) -> Mapping[str, torch.Tensor]:
+        """All but these, for `enqueue`; made once and kept for as long as they are the same."""
+        if self._volatile != volatile:
+            self._volatile = set(volatile)
+            self._others = {name: view for name, view in self._views.items() if name not in volatile}
+        return self._others
 
     def put_small(self, data: bytes) -> None:
         """Write the small state, padded with spaces to its room."""

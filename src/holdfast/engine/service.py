@@ -221,7 +221,7 @@ class Service:
                 job.capture.begun.synchronize()
             return
         start = time.perf_counter()
-        names = [n for n in job.staging.names if n not in job.collected.volatile]
+        names = job.staging.names_without(job.collected.volatile)
         job.capture.ended = job.staging.enqueue(names, job.collected.tensors, job.capture.begun)
         job.capture.done.set()  # the host may go on; the compute stream waits for the copies' end
         if job.capture.ended is not None:
