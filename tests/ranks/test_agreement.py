@@ -16,7 +16,6 @@ from torch.distributed.fsdp import fully_shard
 import holdfast
 from holdfast.engine.deadlines import Deadlines
 from holdfast.engine.lease import Lease
-from holdfast.engine.store import Run
 from holdfast.errors import HoldfastError, SaveFailed, UnsupportedState
 from holdfast.storage import LocalFolder
 from holdfast.testing.faults import Fault, FaultyFolder
@@ -306,7 +305,7 @@ def second_job(folder: Path) -> tuple[str, float]:
 def test_ranks_of_a_job_that_is_refused_need_not_wait(pool: RankPool, tmp_path: Path) -> None:
     """Rank 0 finds the folder taken, and says so to the ranks that come to meet it."""
     lease = Lease(LocalFolder(tmp_path))
-    lease.take(Run.begin(1, str(tmp_path)))
+    lease.take([], str(tmp_path))
     try:
         (own, _), (others, waited) = pool.run(second_job, 2, tmp_path)
     finally:

@@ -78,7 +78,11 @@ def run_repair(options: Repair) -> int:
     if not options.folder.is_dir():
         raise CheckpointNotFound(f"there is no folder {options.folder}")
     storage = LocalFolder(options.folder)
-    Lease(storage).await_free(survey(storage).complete)
-    done = tidy(storage)
+    lease = Lease(storage)
+    lease.take(survey(storage).complete, storage.describe())
+    try:
+        done = tidy(storage)
+    finally:
+        lease.release()
     print("\n".join(done) if done else f"{options.folder}: nothing to repair")
     return 0

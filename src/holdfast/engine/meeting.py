@@ -49,7 +49,6 @@ def meet(
 
 def _take(storage: Storage, lease: Lease) -> Run:
     """Take the folder over, and tidy it before the others are answered: nobody else can be writing yet."""
-    run = Run.begin(lease.await_free(survey(storage).complete), storage.describe())
-    lease.take(run)
+    run = lease.take(survey(storage).complete, storage.describe())
     tidy(storage)
     return run
