@@ -264,13 +264,14 @@ class Checkpointer:
             self._refuse,
             self._lead_the_stop,
         )
-        self._gate.before_step = self._calls.before_step
+        self._gate.before_step, self._gate.before_change = self._calls.before_step, self._calls.before_change
 
     def _ask(self, calls: OneCaller, wish: Request, started: float) -> Save:
         """Ask all ranks for a checkpoint of this boundary, or join in what another rank has asked for."""
         steps = dict(self._gate.steps)
         before = canonical(steps), wish.folder
-        wish = replace(wish, steps=steps, batches=calls.boundaries.batches, occurrence=f"{self._resumes}.{self._asked[before]}")
+        wish = replace(wish, steps=steps, batches=calls.boundaries.batches, changes=self._gate.changes,
+                       occurrence=f"{self._resumes}.{self._asked[before]}")  # fmt: skip
         self._asked[before] += 1
         request = self._watcher.post(wish)
         end = time.monotonic() + self._deadlines.agreement

@@ -56,6 +56,12 @@ class Gate:
         self._deadline = deadline
         self._capture: Capture | None = None
         self._mutating = 0
+        self.changes = 0
+        """Blocks of `mutating` that have ended."""
+
+        self.before_change: Callable[[], None] | None = None
+        """Called before the outermost block of `mutating` begins, with the gate open."""
+
         self._charged: Charged | None = None
         self._lock = threading.Lock()
         self._stepping = False
@@ -140,11 +146,15 @@ class Gate:
         def enter() -> None:
             self._mutating += 1
 
+        if self.before_change is not None and not self._mutating:
+            self.before_change()
         self._close_for_others(enter)
         try:
             yield
         finally:
-            self._mutating -= 1
+            with self._lock:  # a copy from beside sees both or neither
+                self.changes += self._mutating == 1
+                self._mutating -= 1
 
     def resumed(self) -> None:
         """The optimizers' own counters were loaded: count from there."""

@@ -5,6 +5,9 @@ optimizer step, by a look that begins once that step's gradients are there: to f
 the caller's part of a gradient collective, which the caller gives only after its `save(N)` has returned. So no rank that
 synchronises its gradients at every step can be past N before it has seen the request; one that is says so, and the save fails.
 
+A step that a scaler skips calls no hook, and what follows it (an average's update inside `mutating`) would change the state: the
+look is made before such a block, too. The caller's count of these blocks says whether this rank's own is still to come.
+
 A rank that will not step for a while (a barrier, a long validation, the end of the script) is served by the watcher thread: its
 optimizers' counts say that its state is still that of step N, and the gate keeps it so while the copy runs.
 
@@ -36,6 +39,9 @@ log = logging.getLogger("holdfast")
 
 GRACE = 1.0
 """Seconds that a request waits for the training thread to come to its next step before the watcher copies beside it."""
+
+BEHIND = 5.0
+"""The same where this rank has made fewer changes outside `step` than the caller: one that only some ranks make never comes."""
 
 KEPT = 64
 """Notes kept since the last optimizer step: more micro-batches than that to a step, and the first ones are forgotten."""
@@ -84,9 +90,11 @@ class Boundaries:
         return note
 
     def of(self, request: Request) -> Note | None:
-        """The note of the boundary that a request means."""
+        """The note of the boundary that a request means; None where none was taken, or where the loop has not left it."""
         fitting = [note for note in self._notes if reached(note.steps, request)]
         exact = [note for note in fitting if note.batches == request.batches]
+        if not exact and request.batches == self.batches > 0:
+            return None  # the loop stands there still; the notes are of boundaries before steps that a scaler skipped
         return next(iter(exact or fitting), None)
 
     def _note_rest(self, note: Note) -> None:
@@ -155,13 +163,23 @@ class OneCaller:
     def pending(self) -> list[Request]:
         return [r for i, r in sorted(self.watcher.requests.items()) if i not in self.served]
 
-    def before_step(self, key: str) -> None:
-        """On the training thread, at the beginning of a step's pre-hook."""
+    def _look(self) -> None:
         if torch.accelerator.is_available():
             # The gradients' collectives are enqueued, perhaps not done: their end is what proves that the caller is here, too.
             torch.accelerator.current_stream().synchronize()
         if not self.watcher.look_now():
             log.warning("the store did not answer before a step: a save that another rank asked for may fail")
+
+    def before_change(self) -> None:
+        """On the training thread, before a block of `mutating`: requests that this change would come too late for."""
+        self._look()
+        for request in self.pending():
+            if not request.stop and reached(self.gate.steps, request) and 0 <= request.changes <= self.gate.changes:
+                self.serve(request, self.boundaries.of(request))
+
+    def before_step(self, key: str) -> None:
+        """On the training thread, at the beginning of a step's pre-hook."""
+        self._look()
         self._lead()
         first = next(iter(self.gate.steps))
         for request in self.pending():
@@ -174,7 +192,8 @@ class OneCaller:
         """On the watcher thread, after each look: requests that the training thread does not come to."""
         for request in self.pending():
             seen = self._seen.setdefault(request.index, time.monotonic())
-            if not self.idle and time.monotonic() - seen < GRACE:
+            grace = BEHIND if self.gate.changes < request.changes else GRACE
+            if not self.idle and time.monotonic() - seen < grace:
                 continue
             if passed(self.gate.steps, request):
                 self._late(request)

@@ -53,6 +53,9 @@ class Request:
     occurrence: str = ""
     """Which call for this folder at this boundary, counted by each rank for itself."""
 
+    changes: int = -1
+    """How many changes outside `step` (`mutating`) the caller had made: a step that a scaler skips is told by them alone."""
+
 
 class Watcher:
     """Requests in index order, as this rank has seen them. `on_request` runs on the watcher thread."""
