@@ -34,7 +34,7 @@ def train_beside(folder: Path, how: str) -> dict[str, Any]:
     fault = Fault("checkpoint-2", "write", "stall", seconds=3600.0) if how == "disk" and rank == VICTIM else None
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    deadlines = Deadlines(handshake=20, agreement=20, capture=3, commit=4, goodbye=4, store=10)
+    deadlines = Deadlines(handshake=20, agreement=20, capture=2, commit=2, goodbye=2, store=10)
     checkpointer = holdfast.Checkpointer(FaultyFolder(folder, fault), model=model, optimizer=optimizer, deadlines=deadlines)
 
     def step() -> None:
@@ -53,7 +53,7 @@ def train_beside(folder: Path, how: str) -> dict[str, Any]:
     start = time.monotonic()
     save = checkpointer.save(2)
     steps = 0
-    while not save.finished.wait(0.01) and time.monotonic() - start < 8:
+    while not save.finished.wait(0.01) and time.monotonic() - start < 6:
         step()
         steps += 1
     waited = time.monotonic() - start
@@ -90,15 +90,15 @@ def test_it_is_named_and_the_others_train_on(pool: RankPool, tmp_path: Path, how
             assert how == "disk" or result == Died(signal.SIGKILL)
             continue
         assert result["state"] == "failed"
-        assert f"rank 1 did not deliver after 4 s: rank 1 ({socket.gethostname()}, last seen at step " in result["message"]
+        assert f"rank 1 did not deliver after 2 s: rank 1 ({socket.gethostname()}, last seen at step " in result["message"]
         assert phase in result["message"]
         assert "Earlier checkpoints are untouched and training goes on" in result["message"]
-        assert result["steps"] > 200  # a step takes a hundredth of a second: nothing stood still
-        assert 4.0 <= result["waited"] < 10.0  # the deadline, and a heartbeat to listen for
+        assert result["steps"] > 100  # a step takes a hundredth of a second: nothing stood still
+        assert 2.0 <= result["waited"] < 8.0  # the deadline, and a heartbeat to listen for
         # Goodbye's deadline; for a rank that lives it is waited until that one gives its disk up.
         assert result["closed"] < (40.0 if how == "disk" else 10.0)
     if how == "disk":  # the victim's own training and its end are not held up either
-        assert results[VICTIM]["steps"] > 200
+        assert results[VICTIM]["steps"] > 100
         assert results[VICTIM]["closed"] < 30.0  # what is allowed for capture and commit, and goodbye
     assert (tmp_path / "checkpoint-1" / "manifest.json").exists()
     assert not (tmp_path / "checkpoint-2" / "manifest.json").exists()
