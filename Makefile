@@ -10,7 +10,7 @@ demo: $(STAMP)
 	$(BIN)/holdfast demo --output_dir out/demo
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Every sharding into every other, with each optimizer: the table. The tests run some of its pairs.
 matrix: $(STAMP)
