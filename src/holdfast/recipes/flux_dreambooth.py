@@ -7,13 +7,12 @@ wrong flags need no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.training.config import DiffusionConfig
-from holdfast.training.flags.data import bucket_problems
 from holdfast.training.flags.optimizer import TextEncoderFlags
 from holdfast.training.pipeline_folder import pipeline_problems
 
@@ -77,38 +76,15 @@ def base_problems(config: Config, base: Path) -> Iterator[str]:
     if not found:
         levels = len(json.loads((base / "vae/config.json").read_text(encoding="utf-8"))["block_out_channels"])
         side = 2**levels  # the VAE halves its input between levels, packing halves it once more
-        if config.aspect_ratio_buckets is not None:
-            yield from bucket_problems(config.aspect_ratio_buckets, side)
-        elif config.resolution % side:
-            yield f"--resolution is {config.resolution}; this model needs a multiple of {side}."
+        yield from config.side_problems(side)
 
 
 def main(config: Config) -> None:
     """Trains, and writes checkpoints and in the end a FluxPipeline, or a LoRA for it, to `config.output_dir`."""
     config.validate()
-    from holdfast.errors import UsageError
-    from holdfast.training.continuation import continuation, fingerprints
-    from holdfast.training.hub import fetch_pipeline
-    from holdfast.training.loop import train
-    from holdfast.training.parts import Parts
-    from holdfast.training.publish import repository_for
-    from holdfast.training.setup import configure_logging, make_accelerator
+    from holdfast.training.run import run
 
-    configure_logging()
-    accelerator = make_accelerator(config)
-    name = config.pretrained_model_name_or_path
-    base = fetch_pipeline(name, PARTS, config.revision, config.variant, config.cache_dir)
-    if found := list(base_problems(config, base)):
-        raise UsageError("\n".join(found))
-    prints = fingerprints(base, PARTS, config.variant)
-    run = continuation(config, RECIPE, prints)
-    repository = repository_for(config)
-
-    training, adapters = prepare(Parts(config, accelerator, base, prints))
-    checkpoint = train(config, accelerator, run, training)
-    if checkpoint is not None and accelerator.is_main_process:
-        export(config, base, checkpoint, training, adapters, repository)
-    accelerator.state.destroy_process_group()
+    run(config, RECIPE, PARTS, base_problems, prepare, lambda *written: export(*written))
 
 
 def prepare(parts: Parts[Config]) -> tuple[Training, dict[str, Adapter]]:
@@ -116,13 +92,12 @@ def prepare(parts: Parts[Config]) -> tuple[Training, dict[str, Adapter]]:
     from diffusers import AutoencoderKL
 
     from holdfast.training.adapters import adapter_of
-    from holdfast.training.data import TrainingData, class_samples, make_loader
+    from holdfast.training.data import make_loader
     from holdfast.training.ema import average_of
     from holdfast.training.loop import Training
     from holdfast.training.models import prepare_model, prepare_text_encoder
-    from holdfast.training.parts import Autoencoder, give_back_memory
-    from holdfast.training.prior import make_class_images
-    from holdfast.training.samples import instance_samples
+    from holdfast.training.parts import Autoencoder
+    from holdfast.training.run import encoded_data
     from holdfast.training.validation import Validation
 
     config, accelerator = parts.config, parts.accelerator
@@ -134,18 +109,8 @@ def prepare(parts: Parts[Config]) -> tuple[Training, dict[str, Adapter]]:
     if (adapter := adapter_of(config, LORA_LAYERS, build)) is not None:
         adapters["transformer"] = adapter
 
-    instances = instance_samples(config, config.cache_dir)
-    named = [config.validation_prompt, config.last_prompt, config.class_prompt if config.with_prior_preservation else None]
-    text = Text(parts)
-    text.encode([sample.caption for sample in instances] + [prompt for prompt in named if prompt is not None])
-    vae = Autoencoder(parts, AutoencoderKL)
-    if config.with_prior_preservation:
-        make_class_images(config, accelerator, lambda dtype: base_pipeline(parts, vae, text, dtype))
-        give_back_memory()
-    data = TrainingData(config, instances, class_samples(config), vae.side)
-    text.encode(data.prompts)  # class images may have captions of their own
-    if config.cache_latents:
-        vae.cache(data)
+    text, vae = Text(parts), Autoencoder(parts, AutoencoderKL)
+    data = encoded_data(parts, text, vae, lambda dtype: base_pipeline(parts, vae, text, dtype))
 
     models = {"transformer": prepare_model(accelerator, build, *parts.folder("transformer"), config.gradient_checkpointing, adapter)}
     if config.train_text_encoder:
@@ -180,7 +145,7 @@ def build_text_encoder(base: Path) -> nn.Module:
 
 
 class Text:
-    """Encoded prompts, as `FluxPipeline.encode_prompt` gives them. Each is encoded once, by one rank, and kept on disk.
+    """Encoded prompts, as `FluxPipeline.encode_prompt` gives them.
 
     `trained` is the CLIP text encoder if it is trained along: then it encodes anew at each use.
     """
@@ -188,34 +153,20 @@ class Text:
     def __init__(self, parts: Parts[Config]) -> None:
         from transformers import CLIPTokenizer
 
-        from holdfast.training.cache import Cache
+        from holdfast.training.encoders import Captions
 
-        self.parts, self.keys = parts, {}
-        self.cache = Cache(Path(parts.config.output_dir), "embeddings")
-        self.tokenizer = CLIPTokenizer.from_pretrained(parts.base / "tokenizer")
-        self.trained = None
-
-    keys: dict[str, str]
-    trained: nn.Module | None
-
-    def encode(self, prompts: Iterable[str]) -> None:
-        """Have these prompts encoded, by all ranks together; the text encoders are gone afterwards."""
-        from holdfast.training.cache import key_of
-        from holdfast.training.parts import give_back_memory
-
-        parts = self.parts
         settings = [parts.prints["text_encoder"], parts.prints["text_encoder_2"], parts.config.max_sequence_length, str(parts.dtype)]
-        new = {prompt: key_of("embeddings", prompt, *settings) for prompt in sorted(set(prompts) - self.keys.keys())}
-        self.cache.prepare({key: prompt for prompt, key in new.items()}, lambda: prompt_encoder(parts))
-        self.keys |= new
-        give_back_memory()
+        self.parts, self.trained = parts, None
+        self.captions = Captions(parts, settings, lambda: prompt_encoder(parts))
+        self.encode = self.captions.encode
+        self.tokenizer = CLIPTokenizer.from_pretrained(parts.base / "tokenizer")
+
+    trained: nn.Module | None
 
     def __call__(self, prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
         """(batch, max_sequence_length, T5's width) and (batch, CLIP's width), on the device."""
-        import torch
-
-        entries = [self.cache[self.keys[prompt]] for prompt in prompts]
-        sequence, pooled = (torch.stack([entry[name] for entry in entries]).to(self.parts.device) for name in ("sequence", "pooled"))
+        encoded = self.captions(prompts)
+        sequence, pooled = encoded["sequence"], encoded["pooled"]
         if self.trained is not None:
             tokens = self.tokenizer(prompts, padding="max_length", truncation=True, return_tensors="pt").input_ids
             pooled = self.trained(tokens.to(self.parts.device)).pooler_output.to(pooled.dtype)
@@ -228,13 +179,12 @@ def prompt_encoder(parts: Parts[Config]) -> Callable[[str], dict[str, torch.Tens
     from diffusers import FluxPipeline
     from transformers import T5Config, T5EncoderModel
 
-    from holdfast.training.models import load_frozen
+    from holdfast.training.encoders import encoder_dtype, open_encoder
 
     device, dtype = parts.accelerator.device, parts.dtype
-    encoder_dtype = torch.bfloat16 if dtype == torch.float16 else dtype  # T5's activations are beyond fp16
     t5 = T5Config.from_pretrained(parts.base / "text_encoder_2")
     builds = {"text_encoder": lambda: build_text_encoder(parts.base), "text_encoder_2": lambda: T5EncoderModel(t5)}
-    encoders = {name: load_frozen(build, *parts.folder(name), encoder_dtype).to(device) for name, build in builds.items()}
+    encoders = {name: open_encoder(parts, name, build, encoder_dtype(dtype), sharded=False) for name, build in builds.items()}
     pipeline = FluxPipeline.from_pretrained(parts.base, transformer=None, vae=None, **encoders)
 
     def encode(prompt: str) -> dict[str, torch.Tensor]:
@@ -329,25 +279,17 @@ def export(
     config: Config, base: Path, checkpoint: Path, training: Training, adapters: dict[str, Adapter], repository: str | None
 ) -> None:
     """Writes the FluxPipeline, or the LoRA, of the final checkpoint; rank 0 calls this, nobody waits for it."""
-    from holdfast.training.adapters import export_adapters
     from holdfast.training.export import export_pipeline
-    from holdfast.training.publish import upload, write_card
+    from holdfast.training.publish import export_lora, upload, write_card
 
-    output, name = Path(config.output_dir), config.pretrained_model_name_or_path
-    average = "transformer" if config.use_ema else None
     if adapters:
-        parts = {part: (training.key(part), adapter) for part, adapter in adapters.items()}
-        written = export_adapters(checkpoint, output, parts, config.adapter_dtype, average)
-        what = "A LoRA"
-        use = f'pipeline = FluxPipeline.from_pretrained("{name}")\npipeline.load_lora_weights("{repository or output}")'
-        files = [written.name]
-    else:
-        trained = {part: training.key(part) for part in training.models}
-        export_pipeline(base, output, PARTS, trained, checkpoint, config.export_dtype or "fp32", config.variant, average)
-        what = "Full fine-tuning of the transformer"
-        use = f'pipeline = FluxPipeline.from_pretrained("{repository or output}")'
-        files = ["model_index.json", *(f"{part}/*" for part in PARTS)]
-    tags = ("flux", "text-to-image", "diffusers-training", *(["lora"] if adapters else []))
-    write_card(config, name, what, f"from diffusers import FluxPipeline\n\n{use}", tags)
+        export_lora(config, checkpoint, training, adapters, repository, "FluxPipeline", ("flux", "text-to-image"))
+        return
+    output, name = Path(config.output_dir), config.pretrained_model_name_or_path
+    trained = {part: training.key(part) for part in training.models}
+    average = "transformer" if config.use_ema else None
+    export_pipeline(base, output, PARTS, trained, checkpoint, config.export_dtype or "fp32", config.variant, average)
+    use = f'from diffusers import FluxPipeline\n\npipeline = FluxPipeline.from_pretrained("{repository or output}")'
+    write_card(config, name, "Full fine-tuning of the transformer", use, ("flux", "text-to-image", "diffusers-training"))
     if repository is not None:
-        upload(config, repository, files)
+        upload(config, repository, ["model_index.json", *(f"{part}/*" for part in PARTS)])

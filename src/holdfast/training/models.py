@@ -8,7 +8,7 @@ every rank reads the whole from disk. A LoRA is put in before the model is cut.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -165,10 +165,20 @@ def prepare_frozen(
     """A model that is only used, in `dtype`: sharded where the run shards, whole on each rank elsewhere."""
     if accelerator.distributed_type != DistributedType.FSDP:
         return load_frozen(build, folder, variant, dtype).to(accelerator.device)
+    return load_sharded(build, folder, variant, dtype, _offloads(accelerator))
+
+
+def load_sharded(
+    build: Build, folder: Path, variant: str | None, dtype: torch.dtype, offload: bool, names: Mapping[str, str] | None = None
+) -> nn.Module:
+    """A part of the pipeline that is not trained, cut over all ranks, each of which reads its own slices.
+
+    `names` translates those in `folder`, as `key_mapping` of `load_pretrained`.
+    """
     with parameters_on_meta():
-        model = build().to(dtype).requires_grad_(False).eval()
-    sharded = holdfast.shard(model, offload=_offloads(accelerator))
-    return holdfast.load_pretrained(sharded, folder, dtype=dtype, variant=variant)
+        model = build()
+    loaded = holdfast.load_pretrained(holdfast.shard(model, offload=offload), folder, dtype=dtype, variant=variant, key_mapping=names)
+    return loaded.requires_grad_(False).eval()
 
 
 def _offloads(accelerator: Accelerator) -> bool:
@@ -177,11 +187,14 @@ def _offloads(accelerator: Accelerator) -> bool:
     return isinstance(asked, CPUOffloadPolicy) or bool(getattr(asked, "offload_params", False))
 
 
-def load_frozen(build: Build, folder: Path, variant: str | None, dtype: torch.dtype) -> nn.Module:
+def load_frozen(
+    build: Build, folder: Path, variant: str | None, dtype: torch.dtype, names: Mapping[str, str] | None = None
+) -> nn.Module:
     """A part of the pipeline that is not trained, on the CPU, in evaluation mode; only its own files are read."""
     with parameters_on_meta():
         model = build()
-    return holdfast.load_pretrained(model, folder, dtype=dtype, variant=variant).requires_grad_(False).eval()
+    loaded = holdfast.load_pretrained(model, folder, dtype=dtype, variant=variant, key_mapping=names)
+    return loaded.requires_grad_(False).eval()
 
 
 @contextmanager

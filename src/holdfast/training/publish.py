@@ -7,7 +7,7 @@ is uploaded: no checkpoints, caches and logs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,9 @@ from holdfast.training.hub import without_token
 from holdfast.training.once import once
 
 if TYPE_CHECKING:
+    from holdfast.training.adapters import Adapter
     from holdfast.training.config import DiffusionConfig
+    from holdfast.training.loop import Training
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,30 @@ def _make_repository(config: DiffusionConfig) -> str:
         ) from None
 
 
+def export_lora(
+    config: DiffusionConfig,
+    checkpoint: Path,
+    training: Training,
+    adapters: Mapping[str, Adapter],
+    repository: str | None,
+    pipeline: str,
+    tags: Iterable[str],
+) -> None:
+    """Writes the LoRA of the final checkpoint, for diffusers' class `pipeline`, and its card; uploads both to `repository`, if any."""
+    from holdfast.training.adapters import export_adapters
+
+    output, name = Path(config.output_dir), config.pretrained_model_name_or_path
+    parts = {part: (training.key(part), adapter) for part, adapter in adapters.items()}
+    written = export_adapters(checkpoint, output, parts, config.adapter_dtype, "transformer" if config.use_ema else None)
+    use = (
+        f'from diffusers import {pipeline}\n\npipeline = {pipeline}.from_pretrained("{name}")\n'
+        f'pipeline.load_lora_weights("{repository or output}")'
+    )
+    write_card(config, name, "A LoRA", use, (*tags, "diffusers-training", "lora"))
+    if repository is not None:
+        upload(config, repository, [written.name])
+
+
 def write_card(config: DiffusionConfig, base_model: str, what: str, use: str, tags: Iterable[str]) -> None:
     """Writes `README.md` into the output folder: what was trained (`what`), the lines that `use` it, the last pictures."""
     from huggingface_hub import ModelCard, ModelCardData
@@ -57,8 +83,9 @@ def write_card(config: DiffusionConfig, base_model: str, what: str, use: str, ta
     data = ModelCardData(license="other", base_model=base_model, library_name="diffusers", tags=list(tags))
     shown = [path.relative_to(output_dir).as_posix() for path in last_pictures(output_dir)]
     pictures = "".join(f"![{config.last_prompt}](./{path})\n" for path in shown)
+    subject = config.instance_prompt or f"{config.dataset_name} (captions: {config.caption_column})"
     text = (
-        f"# {name}\n\n{what} of {base_model}, trained with Holdfast on: {config.instance_prompt}\n\n"
+        f"# {name}\n\n{what} of {base_model}, trained with Holdfast on: {subject}\n\n"
         f"```python\n{use}\n```\n\n{pictures}\nThe licence is that of {base_model}.\n"
     )
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(output_dir / CARD)

@@ -69,7 +69,7 @@ class DataFlags(Flags):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from self.below({"repeats": 1, "resolution": 1, "dataloader_num_workers": 0})
-        if not self.instance_prompt.strip():
+        if not self.instance_prompt.strip() and self.caption_column is None:
             yield "--instance_prompt is empty; describe the images, as in: a photo of sks girl"
         if (self.instance_data_dir is None) == (self.dataset_name is None):
             given = "neither" if self.dataset_name is None else "both"
@@ -80,6 +80,13 @@ class DataFlags(Flags):
             yield from folder_problems(Path(self.instance_data_dir), self.caption_column)
         if self.aspect_ratio_buckets is not None:
             yield from bucket_problems(self.aspect_ratio_buckets)
+
+    def side_problems(self, multiple: int) -> Iterator[str]:
+        """Yields what is wrong with the sizes of images for a model whose sides are multiples of `multiple`."""
+        if self.aspect_ratio_buckets is not None:
+            yield from bucket_problems(self.aspect_ratio_buckets, multiple)
+        elif self.resolution % multiple:
+            yield f"--resolution is {self.resolution}; this model needs a multiple of {multiple}."
 
     def warnings(self, total_steps: int) -> Iterator[str]:
         yield from super().warnings(total_steps)
