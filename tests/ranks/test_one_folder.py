@@ -26,7 +26,7 @@ DEAD = {"run_sequence": 7, "nonce": "00", "host": "elsewhere", "pid": 1, "namesp
 
 def begin(folder: Path, owner: str) -> list[tuple[int, int, str]]:
     """Each rank is a job of its own: its process, its sequence number (0 for one that is refused), and what it was told."""
-    lease.PATIENCE = 1.0
+    lease.PATIENCE = 5.0  # several processes that make files durable at once take a while
     told = []
     for number in range(ROUNDS if owner == "nobody" else 3):
         storage = LocalFolder(folder / str(number))
