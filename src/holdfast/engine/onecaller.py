@@ -206,8 +206,9 @@ class OneCaller:
             if capture is not None:
                 try:
                     self._serve(request, self.boundaries.of(request) or self.boundaries.now(), capture)
-                finally:
+                except BaseException:  # else whoever copies opens the gate, which may be later than this
                     capture.done.set()
+                    raise
 
     def serve(self, request: Request, note: Note | None) -> None:
         """On the training thread."""
