@@ -13,7 +13,7 @@ from holdfast.core.layout import BaseFile, Named
 from holdfast.core.manifest import BaseNote
 from holdfast.core.safetensors import Entry
 from holdfast.engine.blocks import BlockFile
-from holdfast.engine.digests import sha256_of
+from holdfast.engine.digests import compute_sha256, sha256_of
 from holdfast.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from holdfast.formats.huggingface import StoredTensor, tensors_of_file
 from holdfast.storage import LocalFolder, Storage
@@ -36,9 +36,9 @@ class BaseFiles:
         """The bases as they were noted, for messages."""
         return ", ".join(dict.fromkeys(map(str, self._notes()))) or "a base that was not noted"
 
-    @property
-    def noted_folders(self) -> list[Path]:
-        return [Path(path) for path in dict.fromkeys(note.path for note in self._notes())]
+    def folders_of(self, model: str | None = None) -> list[Path]:
+        """The folders that were noted, all or those of a model."""
+        return [Path(path) for path in dict.fromkeys(n.path for n in self._notes() if model in (None, n.model))]
 
     def know(self, file: BaseFile, storage: Storage, path: str) -> None:
         """It is there: its digest was compared."""
@@ -52,7 +52,7 @@ class BaseFiles:
         """
         if file not in self._found:
             tried = []
-            noted = self.noted_folders
+            noted = self.folders_of()
             places = [p for folder in self.folders for p in (folder, *(folder / note.name for note in noted))] + noted
             for folder in places:
                 problem = difference(LocalFolder(folder), file.file, file)
@@ -85,14 +85,26 @@ class BaseFiles:
         return stored.entry
 
 
-def difference(storage: LocalFolder, path: str, wanted: BaseFile, digest: Callable[[LocalFolder, str], str] = sha256_of) -> str | None:
+    def damaged(self, file: BaseFile) -> str | None:
+        """Read all of a file where it was found, or say that it was not; None where it holds what was named."""
+        try:
+            found = self.find(file)
+        except IncompatibleCheckpoint as error:
+            return str(error.args[0])
+        now = compute_sha256(found.storage, found.path)
+        if now == file.sha256:
+            return None
+        return f"{found.path} of the base {found.storage.describe()} is not what it was (sha256 {now[:12]}…, not {file.sha256[:12]}…)"
+
+
+def difference(storage: LocalFolder, path: str, wanted: BaseFile) -> str | None:
     """What keeps a file from being the wanted one; None where it is."""
     try:
         if not (storage.root / path).is_file():
             return "is not there"
         if (size := storage.size(path)) != wanted.size:
             return f"has {size:,} bytes and not {wanted.size:,}"
-        found = digest(storage, path)
+        found = sha256_of(storage, path)
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
     return None if found == wanted.sha256 else f"is another file (sha256 {found[:12]}…)"

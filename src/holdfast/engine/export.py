@@ -22,6 +22,7 @@ from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.dtypes import DTYPE_OF, NAME_OF
 from holdfast.engine.export_weights import Weights, choose_weights
 from holdfast.engine.extract import Stored, open_checkpoint, stored, stream
+from holdfast.engine.names import join
 from holdfast.errors import CheckpointError, IncompatibleCheckpoint, UsageError
 from holdfast.formats.huggingface import stored_tensors
 from holdfast.formats.safetensors_out import Described, cut_into_files, write_files
@@ -60,6 +61,8 @@ def export_checkpoint(request: Request) -> list[str]:
         UsageError: the request cannot be done as it stands.
     """
     checkpoint = open_checkpoint(request.checkpoint)
+    if request.base is not None:
+        checkpoint.base_files.folders.append(request.base.absolute())
     targets: dict[str, Callable[[Checkpoint, Request], list[str]]] = {
         "transformers": _export_pretrained, "diffusers": _export_diffusers, "peft": _export_peft,
         "dcp": _export_dcp, "accelerate": _export_accelerate, "accelerate-fsdp": _export_accelerate,
@@ -67,7 +70,8 @@ def export_checkpoint(request: Request) -> list[str]:
     if request.to not in targets:
         raise UsageError(f"there is no export to {request.to!r}; choose one of {', '.join(targets)}")
     if request.to in ("dcp", "accelerate", "accelerate-fsdp"):
-        given = [flag for flag, is_set in (("--dtype", request.dtype), ("--ema", request.ema), ("--base", request.base)) if is_set]
+        base = request.base if not checkpoint.bases else None  # else it says where frozen weights are
+        given = [flag for flag, is_set in (("--dtype", request.dtype), ("--ema", request.ema), ("--base", base)) if is_set]
         if given:
             raise UsageError(f"{', '.join(given)} has no place in an export to {request.to}, which keeps the state as it is for training")
     with _new_folder(request.output_dir) as made:
@@ -194,7 +198,8 @@ def _main_dtype(named: dict[str, Stored], dtype: torch.dtype | None) -> torch.dt
 
 
 def _base(checkpoint: Checkpoint, request: Request) -> Path:
-    """The folder with config.json (or model_index.json): the one given, or what lies beside the checkpoint."""
+    """The folder with config.json (or model_index.json): the one given, or what lies beside the checkpoint, or what it was
+    trained from."""
     if request.base is not None:
         if not any((request.base / name).is_file() for name in ("config.json", "model_index.json")):
             raise UsageError(f"--base {request.base} has neither config.json nor model_index.json: give the pretrained model's folder")
@@ -203,9 +208,12 @@ def _base(checkpoint: Checkpoint, request: Request) -> Path:
     for folder in (output / checkpoint.folder, output, output / "transformer", output / "unet"):
         if (folder / "config.json").is_file():
             return folder
+    for folder in checkpoint.base_files.folders_of(join("model", request.model)):
+        if (folder / "config.json").is_file():
+            return folder
     raise UsageError(
-        f"an export to {request.to} needs the model's config.json, and none lies beside {checkpoint.where}: give the folder of the "
-        "pretrained model with --base FOLDER"
+        f"an export to {request.to} needs the model's config.json, and none lies beside {checkpoint.where} or where the model was loaded "
+        "from: give the folder of the pretrained model with --base FOLDER"
     )
 
 

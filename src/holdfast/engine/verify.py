@@ -1,6 +1,7 @@
 """Reads a whole checkpoint back and says what does not hold: which rank's file, which block, which tensors.
 
-Every document by its digest, every block of every file by its hash; one buffer of a block for each worker.
+Every document by its digest, every block of every file by its hash, every base file that it names by its content; one buffer of
+a block for each worker.
 """
 
 from __future__ import annotations
@@ -72,6 +73,20 @@ def verify(storage: Storage, folder: str, progress: Callable[[int, int], None] |
             found += damages
             if progress is not None:
                 progress(done, len(ranks))
+    return found + _verify_bases(checkpoint)
+
+
+def _verify_bases(checkpoint: Checkpoint) -> list[Damage]:
+    """Without its base a checkpoint cannot be resumed, so one that is missing counts as damage, too."""
+    found = []
+    for file in checkpoint.bases:
+        try:
+            problem = checkpoint.base_files.damaged(file)
+        except (CheckpointError, OSError, EOFError) as error:
+            problem = str(error.args[0] if isinstance(error, CheckpointError) else error)
+        if problem is not None:
+            inside = tuple(sorted(n for n, s in checkpoint.tensors.items() if s.base is not None and s.base.file == file))
+            found.append(Damage(None, problem, inside))
     return found
 
 
