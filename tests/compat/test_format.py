@@ -18,6 +18,8 @@ import pytest
 import torch
 from compat import make_fixture
 from jobs import Job, Result
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 import holdfast
@@ -109,6 +111,34 @@ def test_the_page_reads_odd_tensors(tmp_path: Path, page: dict[str, Any]) -> Non
     for name, value in values.items():
         stored = tensors[f"model.{name}"]
         assert stored.dtype == value.dtype and torch.equal(stored, value), name
+
+
+def test_the_page_reads_weights_that_are_named(tmp_path: Path, page: dict[str, Any]) -> None:
+    """What is frozen and unchanged is in the base's file only, converted on the way; what was changed is in the rank's file."""
+    torch.manual_seed(0)
+    stored = nn.ModuleDict({"kept": nn.Linear(6, 4), "changed": nn.Linear(4, 4), "trained": nn.Linear(4, 1)})
+    base = tmp_path / "base"
+    base.mkdir()
+    save_file(stored.state_dict(), base / "model.safetensors")
+    model = nn.ModuleDict({"kept": nn.Linear(6, 4), "changed": nn.Linear(4, 4), "trained": nn.Linear(4, 1)}).requires_grad_(False)
+    model["kept"].to(torch.bfloat16)
+    model["trained"].requires_grad_(True)
+    holdfast.load_pretrained(model, base)
+    model["changed"].weight.add_(1.0)
+    optimizer = torch.optim.SGD(model["trained"].parameters(), lr=0.1)
+    with holdfast.Checkpointer(tmp_path / "out", model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.save(1)
+    folder = tmp_path / "out" / "checkpoint-1"
+    layout = json.loads(next(folder.glob("layout-*.json")).read_bytes())
+    assert layout["version"] == 2
+    with safe_open(next(folder.glob("rank-*.safetensors")), "pt") as file:
+        names = set(file.keys())
+    assert {n for n in names if n.startswith("model.")} == {"model.changed.weight", "model.trained.weight", "model.trained.bias"}
+    tensors = page["read"](folder, bases=[base])
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensors[f"model.{name}"], tensor), name
+        assert tensors[f"model.{name}"].dtype == tensor.dtype
+    assert page["verify"](folder)
 
 
 def test_the_page_finds_damage_in_any_file(v1: Path, page: dict[str, Any]) -> None:
