@@ -207,8 +207,7 @@ def test_killed_and_resumed(pool: RankPool, llama_folder, text_file, tmp_path, v
         assert Died(signal.SIGKILL) in pool.run(train, 2, flags, dies=True, expect_death=True)
         assert not (output / "model.safetensors").exists()
         assert losses(pool.run(train, 2, [*flags, "--resume_from_checkpoint"])[0]) == expected
-        # Complete ones: the kill may have come in the middle of the removal of the first, whose manifest goes before its files.
-        assert {path.parent.name for path in output.glob("checkpoint-*/manifest.json")} == {"checkpoint-4", "checkpoint-6"}
+        assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6"}
         again = whole(output)
         assert again.keys() == model.keys()
         assert all(torch.equal(again[name], model[name]) for name in model)

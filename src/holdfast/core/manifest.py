@@ -45,6 +45,14 @@ def layout_file(layout_digest: str) -> str:
     return f"layout-{layout_digest}.json"
 
 
+REMOVED = "removed-"
+
+
+def removed_file(attempt: str) -> str:
+    """An empty file: this attempt is being removed, and nobody should complete it once its manifest is gone."""
+    return f"{REMOVED}{attempt}"
+
+
 RANK_NAME = re.compile(r"rank-(\d{5,})-([0-9a-f]{8,32}-\d{1,12})\.(safetensors|json)")
 
 

@@ -6,18 +6,30 @@ by `holdfast repair`.
 
 from __future__ import annotations
 
-from holdfast.core.manifest import MANIFEST_FILE, RANK_NAME, Announcement, Manifest, Receipt, layout_file, rank_file
+from holdfast.core.manifest import (
+    MANIFEST_FILE,
+    RANK_NAME,
+    REMOVED,
+    Announcement,
+    Manifest,
+    Receipt,
+    layout_file,
+    rank_file,
+    removed_file,
+)
 from holdfast.engine.commit import write_manifest
+from holdfast.engine.retention import remove_all
 from holdfast.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
 from holdfast.storage import Storage
 
 
 def attempts(storage: Storage, folder: str) -> dict[str, list[Receipt]]:
-    """The receipts in a folder by attempt, those that can be read, in rank order."""
+    """The receipts in a folder by attempt, those that can be read, in rank order; none of attempts that were to be removed."""
     found: dict[str, dict[int, Receipt]] = {}
-    for name in storage.names(folder):
+    names = storage.names(folder)
+    for name in names:
         match = RANK_NAME.fullmatch(name)
-        if match is None or match[3] != "json":
+        if match is None or match[3] != "json" or removed_file(match[2]) in names:
             continue
         try:
             receipt = Receipt.parse(storage.get(f"{folder}/{name}"), f"{storage.describe()}/{folder}/{name}")
@@ -80,11 +92,14 @@ def remove_leftovers(storage: Storage, folder: str) -> list[str]:
         manifest = None
     except (OSError, CheckpointError):
         return []  # a damaged manifest is evidence; what it named may still be wanted
+    names = storage.names(folder)
+    if manifest is None and any(name.startswith(REMOVED) for name in names):
+        return remove_all(storage, folder)  # what a removal was about that was killed
     layouts = {layout_file(d) for d in manifest.layouts} if manifest is not None else set()
     removed = []
-    for name in storage.names(folder):
+    for name in names:
         match = RANK_NAME.fullmatch(name)
-        ours = match is not None or name.startswith("layout-") or (name.startswith(".") and name.endswith(".tmp"))
+        ours = match is not None or name.startswith(("layout-", REMOVED)) or (name.startswith(".") and name.endswith(".tmp"))
         wanted = (match is not None and manifest is not None and match[2] == manifest.attempt) or name in layouts
         if ours and not wanted:
             storage.remove(f"{folder}/{name}")

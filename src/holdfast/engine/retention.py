@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from holdfast.core.manifest import MANIFEST_FILE, RANK_NAME, Manifest, layout_file
+from holdfast.core.manifest import MANIFEST_FILE, RANK_NAME, REMOVED, Manifest, layout_file, removed_file
 from holdfast.errors import UsageError
 from holdfast.storage import Storage
 
@@ -71,13 +72,31 @@ class Retention:
 def remove_checkpoint(storage: Storage, folder: str, nonce: str) -> None:
     """Remove what a folder holds, but for what the run `nonce` may be writing into it again.
 
-    Without its manifest it no longer counts, so that removing the rest may stop at any file.
+    Without its manifest it no longer counts, so that removing the rest may stop at any file. A mark, which goes last, tells who finds
+    the rest that it is to go, and not to be completed.
     """
     manifest = Manifest.parse(storage.get(f"{folder}/{MANIFEST_FILE}"), f"{storage.describe()}/{folder}/{MANIFEST_FILE}")
+    mark = f"{folder}/{removed_file(manifest.attempt)}"
+    with contextlib.suppress(OSError):  # a full disk may be what this is about: then without it
+        storage.put(mark, b"")
     storage.remove(f"{folder}/{MANIFEST_FILE}")
-    if remove_attempts(storage, folder, nonce, manifest.save_index if manifest.attempt.startswith(f"{nonce}-") else 0):
-        storage.remove_folder(folder)
+    if not remove_attempts(storage, folder, nonce, manifest.save_index if manifest.attempt.startswith(f"{nonce}-") else 0):
+        storage.remove(mark)
+    else:
+        remove_all(storage, folder)
         log.info("removed the old checkpoint %s of %s", folder, storage.describe())
+
+
+def remove_all(storage: Storage, folder: str) -> list[str]:
+    """Remove a folder with all that is in it, whoever put it there, marks of removal last; returns the names."""
+    names = sorted(storage.names(folder), key=lambda name: name.startswith(REMOVED))
+    for name in names:
+        try:
+            storage.remove(f"{folder}/{name}")
+        except OSError:  # a folder
+            storage.remove_folder(f"{folder}/{name}")
+    storage.remove_folder(folder)
+    return names
 
 
 def remove_attempts(storage: Storage, folder: str, nonce: str, up_to: int, keep: Manifest | None = None) -> bool:
