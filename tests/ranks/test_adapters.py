@@ -1,4 +1,4 @@
-"""Adapters on a frozen base (CASES K9): every rank's slice is kept, what was saved is what is resumed, and types stay."""
+"""Adapters on a frozen base: every rank's slice is kept, what was saved is what is resumed, and types stay."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from lora_jobs import step, whole
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import holdfast
@@ -35,28 +35,11 @@ def tune(folder: Path, version: int | None, resume: bool) -> dict[str, Any]:
             assert checkpointer.resume() == 2
         else:
             for _ in range(2):
-                _step(model, optimizer)
+                step(model, optimizer)
             checkpointer.save(2)
     assert len([p for p in model.parameters() if p.requires_grad]) == count  # the same, and no second adapter beside them
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    return {"adapters": _adapters(model), "loss": _step(model, optimizer)}
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    ids = torch.arange(16).view(2, 8)
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.item())
-
-
-def _adapters(model: nn.Module) -> dict[str, torch.Tensor]:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    with FullyShardedDataParallel.summon_full_params(model):
-        found = {n.replace("_fsdp_wrapped_module.", ""): p for n, p in model.named_parameters() if "lora_" in n}
-        return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in found.items()}
+    return {"adapters": {n: p for n, p in whole(model).items() if "lora_" in n}, "loss": step(model, optimizer)}
 
 
 @pytest.mark.parametrize("version", [1, 2])

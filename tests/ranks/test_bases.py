@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from lora_jobs import step, whole
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -86,22 +85,6 @@ def tune(folder: Path, base: Path, form: str, resume: bool, spoil: str = "", ran
             checkpointer.save(2)
     weights = whole(model)
     return {"weights": weights, "loss": step(model, optimizer), "bytes": checkpointer.saves[0].bytes if not resume else 0}
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    ids = torch.arange(16).view(2, 8)
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.item())
-
-
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter by the name below all wrappers."""
-    with FullyShardedDataParallel.summon_full_params(model):
-        found = {re.sub(r"_fsdp_wrapped_module\.|^module\.", "", n): p for n, p in model.named_parameters()}
-        return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in found.items()}
 
 
 def stored_names(folder: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""Faults that were reported of other tools and are not tested elsewhere, each by what it would show (CASES K6, K7)."""
+"""Faults that were reported of other tools and are not tested elsewhere, each by what it would show."""
 
 from __future__ import annotations
 
