@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -28,12 +28,14 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 def test_help_takes_under_half_a_second() -> None:
+    """Of CPU time, which is what it waits for on a machine that does nothing else: the other tests are no part of it."""
     times = []
     for _ in range(3):
-        begin = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert run("--help").returncode == 0
-        times.append(time.perf_counter() - begin)
-    assert min(times) < 0.5
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert 0.05 < min(times) < 0.5
 
 
 @pytest.mark.parametrize(
