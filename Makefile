@@ -9,8 +9,9 @@ STAMP  := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/holdfast demo --output_dir out/demo
 
+# Three processes for two cores: a test of ranks often waits.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile
 
 # Every sharding into every other, with each optimizer: the table. The tests run some of its pairs.
 matrix: $(STAMP)

@@ -300,7 +300,7 @@ print(peak() - before)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is read from /proc")
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    """A checkpoint eight times as large as the bound, one tensor of it larger than the bound.
+    """A checkpoint more than four times as large as the bound, one tensor of it larger than the bound.
 
     Of the optimizer's state accelerate wants a pickle, for which a tensor of it is mapped at a time.
     """
@@ -316,18 +316,18 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         shape = (n, 1024)
         return Held(Source(torch.float32, shape, lambda wanted: [(Box.whole(shape), lambda: torch.ones(shape))]), slot)
 
-    rows = [40_000, 10_000, 10_000, 10_000, 10_000, 10_000, 10_000, 10_000, 10_000]
+    rows = [40_000] + 8 * [5_000]
     tensors = {f"model.w{i}": ones(n) for i, n in enumerate(rows)}
     trained = list(tensors)[1:]
-    tensors |= {f"optimizer.{name}.exp_avg": ones(10_000, OptimizerSlot("", name, "exp_avg")) for name in trained}
+    tensors |= {f"optimizer.{name}.exp_avg": ones(5_000, OptimizerSlot("", name, "exp_avg")) for name in trained}
     group = {"params": trained, "values": statetree.encode({"lr": 0.1}, "", "", {})}
     state = {"optimizer": {"groups": [group], "values": {}}}
     small = {"state": state, "rng": rng.capture(), "step": 1, "rank": 0}
     nbytes = write_checkpoint(LocalFolder(tmp_path), "checkpoint-1", 1, tensors, {}, [small])
-    assert nbytes > 7.5 * BOUND
+    assert nbytes > 4 * BOUND
     (tmp_path / "base").mkdir()
     (tmp_path / "base/config.json").write_text(json.dumps({"model_type": "none"}))
-    mapped = 10_000 * 1024 * 4
+    mapped = 5_000 * 1024 * 4
     for to, base, bound in (("transformers", str(tmp_path / "base"), BOUND), ("dcp", "", BOUND), ("accelerate", "", BOUND + mapped)):
         command = [sys.executable, "-c", MEASURE, str(tmp_path / "checkpoint-1"), str(tmp_path / to), to, base]
         peak = 1024 * int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout)
