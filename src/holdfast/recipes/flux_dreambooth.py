@@ -184,7 +184,7 @@ def prompt_encoder(parts: Parts[Config]) -> Callable[[str], dict[str, torch.Tens
     device, dtype = parts.accelerator.device, parts.dtype
     t5 = T5Config.from_pretrained(parts.base / "text_encoder_2")
     builds = {"text_encoder": lambda: build_text_encoder(parts.base), "text_encoder_2": lambda: T5EncoderModel(t5)}
-    encoders = {name: open_encoder(parts, name, build, encoder_dtype(dtype), sharded=False) for name, build in builds.items()}
+    encoders = {name: open_encoder(parts, name, build, encoder_dtype(dtype)) for name, build in builds.items()}
     pipeline = FluxPipeline.from_pretrained(parts.base, transformer=None, vae=None, **encoders)
 
     def encode(prompt: str) -> dict[str, torch.Tensor]:

@@ -6,9 +6,8 @@ An encoder that fits no device (`--fsdp_text_encoder`) is cut over all ranks:
 
 No rank ever holds it whole, in host memory either: a forward gathers a layer at a time. So the ranks encode different captions
 at the same time, in step; one that has none left encodes something again, and throws it away (`Cache.prepare(in_step=True)`).
-Memory of a rank meanwhile: its part of the encoder, two gathered layers, what is in no layer (embeddings and head, which are
-gathered for the whole forward), and the activations of one caption. It is gone before the model that is trained is loaded,
-and is not read at all where everything is on disk already.
+Memory of a rank meanwhile: its part of the encoder, two gathered units (a layer, or the embeddings), and the activations of one
+caption. It is gone before the model that is trained is loaded, and is not read at all where everything is on disk already.
 """
 
 from __future__ import annotations
@@ -55,15 +54,21 @@ class Captions:
 
 
 def open_encoder(
-    parts: Parts[Any], part: str, build: Build, dtype: torch.dtype, sharded: bool, names: Mapping[str, str] | None = None
+    parts: Parts[Any],
+    part: str,
+    build: Build,
+    dtype: torch.dtype,
+    units: Iterable[str | type[nn.Module]] | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> nn.Module:
-    """A text encoder, frozen, in `dtype`: cut over the ranks (in host memory with `--offload`), or whole on this rank's device.
+    """A text encoder, frozen, in `dtype`: whole on this rank's device, or with `units` cut over the ranks (in host memory with
+    `--offload`), each module of these classes gathered by itself.
 
-    `names` translates those in its folder, as `key_mapping` of `load_pretrained`.
+    With `names`, which translates those in its folder (`key_mapping` of `load_pretrained`), the folder may hold more than is built.
     """
     folder, variant = parts.folder(part)
-    if sharded:
-        return load_sharded(build, folder, variant, dtype, parts.config.offload, names)
+    if units is not None:
+        return load_sharded(build, folder, variant, dtype, parts.config.offload, units, names)
     return load_frozen(build, folder, variant, dtype, names).to(parts.device)
 
 

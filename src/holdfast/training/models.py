@@ -8,7 +8,7 @@ every rank reads the whole from disk. A LoRA is put in before the model is cut.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -169,16 +169,21 @@ def prepare_frozen(
 
 
 def load_sharded(
-    build: Build, folder: Path, variant: str | None, dtype: torch.dtype, offload: bool, names: Mapping[str, str] | None = None
+    build: Build,
+    folder: Path,
+    variant: str | None,
+    dtype: torch.dtype,
+    offload: bool,
+    units: Iterable[str | type[nn.Module]] | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> nn.Module:
     """A part of the pipeline that is not trained, cut over all ranks, each of which reads its own slices.
 
-    `names` translates those in `folder`, as `key_mapping` of `load_pretrained`.
+    `units` are `layer_classes` of `holdfast.shard`; `names` as in `load_frozen`.
     """
     with parameters_on_meta():
-        model = build()
-    loaded = holdfast.load_pretrained(holdfast.shard(model, offload=offload), folder, dtype=dtype, variant=variant, key_mapping=names)
-    return loaded.requires_grad_(False).eval()
+        model = holdfast.shard(build(), layer_classes=units, offload=offload)
+    return _read_frozen(model, folder, variant, dtype, names)
 
 
 def _offloads(accelerator: Accelerator) -> bool:
@@ -190,10 +195,20 @@ def _offloads(accelerator: Accelerator) -> bool:
 def load_frozen(
     build: Build, folder: Path, variant: str | None, dtype: torch.dtype, names: Mapping[str, str] | None = None
 ) -> nn.Module:
-    """A part of the pipeline that is not trained, on the CPU, in evaluation mode; only its own files are read."""
+    """A part of the pipeline that is not trained, on the CPU, in evaluation mode; only its own files are read.
+
+    With `names`, which translates those in `folder` (`key_mapping` of `load_pretrained`), it may hold more than is built.
+    """
     with parameters_on_meta():
         model = build()
-    loaded = holdfast.load_pretrained(model, folder, dtype=dtype, variant=variant, key_mapping=names)
+    return _read_frozen(model, folder, variant, dtype, names)
+
+
+def _read_frozen(
+    model: nn.Module, folder: Path, variant: str | None, dtype: torch.dtype, names: Mapping[str, str] | None
+) -> nn.Module:
+    more = names is not None
+    loaded = holdfast.load_pretrained(model, folder, dtype=dtype, variant=variant, key_mapping=names, allow_unexpected=more)
     return loaded.requires_grad_(False).eval()
 
 
