@@ -1,8 +1,9 @@
 """From a checkpoint into the live objects, in three stages: match, read, install.
 
 *Match* compares names, shapes and dtypes and finds the pieces of every tensor in the ranks' files, before any memory is
-touched. *Read* fills parameters and buffers in place and optimizer state into new tensors, file by file. *Install* hands
-the optimizers their state and the other objects theirs. No other rank is asked, and no optimizer makes a step.
+touched. *Read* fills parameters, buffers and the optimizer state that is there in place, and what is not there into new tensors,
+file by file. *Install* hands the optimizers their state and the other objects theirs. No other rank is asked, and no optimizer
+makes a step.
 """
 
 from __future__ import annotations

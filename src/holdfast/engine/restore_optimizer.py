@@ -3,6 +3,8 @@
 State of a parameter's shape is cut as the parameter is: a DTensor, a rank's piece of a flat unit, or a stretch of a unit's
 shard (whose padding is filled with zeros). What is one number for each parameter (`step`) is taken from the ranks whose
 pieces of that parameter are read, which must agree. State that cannot be cut anew goes back to where it was, or is refused.
+
+State that is there already is filled in place, as parameters are (`engine.live_state`): after the ranks' vote, not here.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from holdfast.engine import statetree
 from holdfast.engine.collect import describe, mesh_of
 from holdfast.engine.dtypes import DTYPE_OF
 from holdfast.engine.fsdp1 import FlatPiece, FlatUnit
+from holdfast.engine.live_state import LiveState
 from holdfast.engine.names import NamedState, join
 from holdfast.engine.optimizers import known_params
 from holdfast.engine.reading import Restore, flat_targets
@@ -65,14 +68,14 @@ def match_optimizer(plan: Restore, key: str, optimizer: torch.optim.Optimizer, n
     for what, odd in (("dropped: it trains no longer", saved - here), ("begun anew: it was not trained then", here - saved)):
         if odd:
             log.warning("%s: optimizer state is %s: %s", plan.checkpoint.where, what, first_few(odd))
-    matcher = _Matcher(plan, key, names)
+    matcher = _Matcher(plan, key, names, LiveState(optimizer, names))
     state: list[tuple[torch.Tensor, dict[str, Any]]] = []
     for group in optimizer.param_groups:
         for p in group["params"]:
             k = known[id(p)]
             piece = names.parameters[k.names[0]]
             if k.unit is not None:
-                found = matcher.unit(k.unit, k.names, group)
+                found = matcher.unit(k.unit, k.names, p, group)
             elif isinstance(piece, FlatPiece):
                 found = matcher.piece(k.names[0], piece, p, group)
             else:
@@ -111,8 +114,8 @@ def first_few(names: set[str] | list[str]) -> str:
 class _Matcher:
     """Finds the saved state of one optimizer's parameters, each by its present name."""
 
-    def __init__(self, plan: Restore, key: str, names: NamedState) -> None:
-        self.plan, self.names = plan, names
+    def __init__(self, plan: Restore, key: str, names: NamedState, live: LiveState) -> None:
+        self.plan, self.names, self.live = plan, names, live
         self.where = join("optimizer", key)
         self.others: dict[int, Json] = {}
         """What other ranks keep beside tensors, as far as it was looked at."""
@@ -138,7 +141,7 @@ class _Matcher:
                 continue  # this rank held no such state
             if isinstance(spec.placement, Flat) and not self._present(slot, holders):
                 continue
-            found[key] = self._new_state(slot, spec, param, group)
+            found[key] = self._state_for(slot, key, spec, param, group)
             self.plan.add(slot, self.plan.targets(slot, found[key]))
         return found | self._values(saved, holders)
 
@@ -146,11 +149,10 @@ class _Matcher:
         """The state of an original parameter of FSDP1; where this rank holds nothing of it there is none."""
         if piece.start == piece.stop:
             return {}
-        shape = tuple(param.shape) if param.numel() == len(piece.local) else tuple(piece.local.shape)
-        found = self._of_piece(name, piece, group)
-        return {k: v.view(shape) if isinstance(v, torch.Tensor) and v.shape == piece.local.shape else v for k, v in found.items()}
+        like = piece.local.view(param.shape) if param.numel() == len(piece.local) else piece.local
+        return self._of_piece(name, piece, param, group, like)
 
-    def unit(self, unit: FlatUnit, names: tuple[str, ...], group: Mapping[str, Any]) -> dict[str, Any]:
+    def unit(self, unit: FlatUnit, names: tuple[str, ...], param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """The state of a flat parameter: what belongs to elements put together, what is one number agreed on."""
         pieces = {name: piece for name in names if isinstance(piece := self.names.parameters[name], FlatPiece)}
         held = {name: piece for name, piece in pieces.items() if piece.start < piece.stop}
@@ -161,7 +163,7 @@ class _Matcher:
         keys: dict[str, set[str]] = {}
         # A shard of nothing but padding has state, too: its numbers are those of the unit's first parameter.
         for name, piece in (held or dict(list(pieces.items())[:1])).items():
-            found = self._of_piece(name, piece, group, unit, state)
+            found = self._of_piece(name, piece, param, group, unit.shard, state)
             keys[name] = set(found)
             for key, value in found.items():
                 if value is not state.get(key):
@@ -172,6 +174,8 @@ class _Matcher:
                 f"{self.plan.checkpoint.where}: {lacking} has less state in {self.where} than others that are in one flat "
                 "parameter with it here: load it with use_orig_params=True"
             )
+        vectors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+        self.plan.install.append(partial(_clear_padding, vectors, [piece.window for piece in held.values()]))
         for key, values in scalars.items():
             state[key] = values[0][1]
             self.plan.checks.append(partial(self._agree, key, values))
@@ -196,11 +200,12 @@ class _Matcher:
         self,
         name: str,
         piece: FlatPiece,
+        param: torch.Tensor,
         group: Mapping[str, Any],
-        unit: FlatUnit | None = None,
+        like: torch.Tensor,
         whole: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """One piece's state; with a unit, its vectors are stretches of those in `whole`."""
+        """One piece's state, its vectors laid out as `like`; of a unit they are stretches of those in `whole`."""
         saved, holders, plan = self._saved(name), self._holders(name), self.plan
         found: dict[str, Any] = {}
         for key, slot in self.slots.get(saved, {}).items():
@@ -220,11 +225,12 @@ class _Matcher:
                 continue
             if spec.shape != piece.shape:
                 raise self._cannot_be_cut(slot)
-            if unit is None or whole is None:
-                vector = local = torch.empty(len(piece.local), dtype=dtype, device=piece.local.device)
+            if whole is None:
+                vector = self._room(param, key, like, dtype)
+                local = vector.view(-1)
             else:
                 if key not in whole:
-                    whole[key] = torch.zeros(unit.shard.shape, dtype=dtype, device=unit.shard.device)
+                    whole[key] = self._room(param, key, like, dtype)
                 vector = whole[key]
                 local = vector[piece.window]
             if vector.dtype != dtype:
@@ -321,8 +327,15 @@ class _Matcher:
         document = values.get(saved)
         return {} if document is None else mapping(document, f"{self.where}.{saved}", plan.resolver())
 
-    def _new_state(self, slot: str, spec: TensorSpec, param: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-        """An empty tensor for one entry of a parameter's optimizer state, laid out for this run.
+    def _room(self, param: torch.Tensor, key: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor to fill: what the state has there, else a new one; strides as optimizers make them, like the parameter's."""
+        there = self.live.take(param, key, like, dtype)
+        return torch.empty_like(like, dtype=dtype, requires_grad=False) if there is None else there
+
+    def _state_for(
+        self, slot: str, key: str, spec: TensorSpec, param: torch.Tensor, group: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """A tensor to fill for one entry of a parameter's optimizer state, laid out for this run.
 
         State of the parameter's shape is laid out like the parameter. Other sharded state keeps its placements over the
         parameter's mesh. What is left is whole on every rank, which a sharded parameter has no use for.
@@ -330,7 +343,7 @@ class _Matcher:
         plan = self.plan
         dtype, shape = DTYPE_OF[spec.dtype], plan.saved_shape(slot)
         if shape == tuple(param.shape) and (spec.placement is not None or not isinstance(param, DTensor)):
-            return torch.empty_like(param, dtype=dtype, requires_grad=False)  # strides as optimizers make them: like the parameter's
+            return self._room(param, key, param, dtype)
         if not shape:
             return torch.empty((), dtype=dtype, device=_scalar_device(param, group))
         if isinstance(param, DTensor):
@@ -357,6 +370,15 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     return type(a) is type(b) and bool(a == b)
+
+
+def _clear_padding(vectors: list[torch.Tensor], windows: list[slice]) -> None:
+    """Zero what lies between and behind the pieces of a flat unit's shard."""
+    at = 0
+    for window in [*sorted(windows, key=lambda w: w.start), slice(None)]:
+        for vector in vectors:
+            vector[at : window.start].zero_()
+        at = max(at, window.stop or 0)
 
 
 def _scalar_device(like: torch.Tensor, group: Mapping[str, Any]) -> torch.device:
