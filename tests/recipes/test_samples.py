@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from PIL import Image
 from holdfast.errors import UsageError
 from holdfast.recipes.flux_dreambooth import Config
 from holdfast.testing import RankPool
+from holdfast.training import data as data_module
 from holdfast.training import survey as survey_module
 from holdfast.training.buckets import nearest_bucket, usual_buckets
 from holdfast.training.cache import Cache
@@ -224,6 +225,25 @@ def test_a_condition_that_cannot_be_read_takes_its_pair_along(tmp_path: Path) ->
     assert [sample.caption for sample in kept] == ["make 0"]
     with pytest.raises(UsageError, match=r"--cond_image_column input: .* It has: output, file_name, instruction"):
         instance_samples(config(tmp_path / "out", **{**flags, "cond_image_column": "input"}), str(tmp_path / "hub2"))
+
+
+@pytest.mark.parametrize("room", [0, 2 * 64 * 64 * 3, 1 << 30])
+def test_an_image_is_decoded_once_while_there_is_room(photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    monkeypatch.setattr(data_module, "KEPT_BYTES", room)
+    flags = config(tmp_path / "out", instance_data_dir=str(photo_folder), resolution=64, random_flip=True)
+    read: list[str] = []
+
+    def counted(sample: Sample) -> Sample:
+        return replace(sample, read=lambda: (read.append(sample.name), sample.read())[1])
+
+    training = TrainingData(flags, [counted(sample) for sample in instance_samples(flags, None)], [], 16)
+    expected = [training.pictures(index)[0].pixels() for index in range(5)]
+    read.clear()
+    for _ in range(3):
+        for index in range(5):
+            assert torch.equal(training[index][0].image, expected[index])
+    kept = min(room // (64 * 64 * 3), 5)
+    assert len(read) == 5 + 2 * (5 - kept)
 
 
 def test_the_shorter_of_both_sets_is_begun_anew() -> None:

@@ -19,17 +19,22 @@ import torch
 import holdfast
 from holdfast.training.buckets import Size, nearest_bucket, parse_buckets, usual_buckets
 from holdfast.training.cache import Cache, Entry, key_of
-from holdfast.training.images import Cut, cut_of
+from holdfast.training.images import Cut, cut_of, scaled
 from holdfast.training.samples import Sample
 
 if TYPE_CHECKING:
+    import numpy as np
     from accelerate import Accelerator
+    from numpy.typing import NDArray
 
     from holdfast.training.config import DiffusionConfig
 
 logger = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
+
+KEPT_BYTES = 1 << 30
+"""Of cut images that stay in memory. They are the same at each pass, and a photo takes longer to decode than a step may take."""
 
 UNLIKE = 0.02
 """Ratios of sides that differ by less do so by rounding."""
@@ -75,6 +80,8 @@ class TrainingData:
         self._config = config
         self._latents: Cache | None = None
         self._settings: Sequence[Any] = ()
+        self._kept: dict[str, NDArray[np.uint8]] = {}
+        self._kept_bytes = 0
         _tell_of_unlike_pairs(instances)
 
     def __len__(self) -> int:
@@ -123,7 +130,17 @@ class TrainingData:
         return Item(self._image(picture), None if condition is None else self._image(condition), picture.sample.caption)
 
     def _image(self, picture: Picture) -> torch.Tensor:
-        return picture.pixels() if self._latents is None else self._latents[picture.key(self._settings)]["moments"]
+        return self._pixels(picture) if self._latents is None else self._latents[picture.key(self._settings)]["moments"]
+
+    def _pixels(self, picture: Picture) -> torch.Tensor:
+        """Those of `picture.pixels`, decoded once while there is room to keep them."""
+        key = picture.key(())
+        if (part := self._kept.get(key)) is None:
+            part = picture.cut.part(picture.sample.image())
+            if self._kept_bytes + part.nbytes <= KEPT_BYTES:
+                self._kept[key] = part
+                self._kept_bytes += part.nbytes
+        return torch.from_numpy(scaled(part))
 
     def collate(self, items: list[list[Item]]) -> Batch:
         """The instances first, then as many of the class."""

@@ -102,6 +102,10 @@ class Cut:
 
     def pixels(self, image: Image.Image) -> NDArray[np.float32]:
         """Pixels of shape (3, height, width) with values from -1 to 1."""
+        return scaled(self.part(image))
+
+    def part(self, image: Image.Image) -> NDArray[np.uint8]:
+        """What is left of the image, of shape (height, width, 3)."""
         import numpy as np
         from PIL import Image, ImageOps
 
@@ -109,8 +113,15 @@ class Cut:
         part = ImageOps.fit(image, (self.width, self.height), method=method, centering=self.centre)
         if self.mirrored:
             part = ImageOps.mirror(part)
-        values = np.asarray(part, dtype=np.float32) / np.float32(127.5) - np.float32(1.0)
-        return np.ascontiguousarray(values.transpose(2, 0, 1))
+        return np.asarray(part)
+
+
+def scaled(part: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Pixels of shape (3, height, width) with values from -1 to 1, from bytes of shape (height, width, 3)."""
+    import numpy as np
+
+    values = part.astype(np.float32) / np.float32(127.5) - np.float32(1.0)
+    return np.ascontiguousarray(values.transpose(2, 0, 1))
 
 
 def cut_of(config: DiffusionConfig, number: int, height: int, width: int) -> Cut:

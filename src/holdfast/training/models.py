@@ -215,12 +215,18 @@ def _read_frozen(
 @contextmanager
 def on_device(module: nn.Module, device: torch.device, offload: bool) -> Iterator[None]:
     """`module` on `device` while it is used; with `offload` (`--offload`) in host memory again afterwards."""
-    module.to(device)
+    _move(module, device)
     try:
         yield
     finally:
         if offload:
-            module.to("cpu")
+            _move(module, torch.device("cpu"))
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """All of it, unless it is there: asking every tensor takes a millisecond, at each step."""
+    if next(module.parameters()).device != device:
+        module.to(device)
 
 
 def forward_of(model: nn.Module) -> nn.Module:
