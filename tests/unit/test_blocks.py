@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -108,3 +109,29 @@ def test_a_flipped_bit_is_found_wherever_the_block_goes(tmp_path: Path, straight
     with pytest.raises(CorruptCheckpoint, match="block 1 "):
         file.take(60, 65)
     assert bytes(file.take(3, 9)) == bytes(range(3, 9))
+
+
+def test_a_file_that_is_read_in_parts_is_opened_once(tmp_path: Path) -> None:
+    """By each thread: what another reads, and what is read afterwards, is the file that stands there."""
+    folder, buffer = LocalFolder(tmp_path), bytearray(3)
+    (tmp_path / "a").write_bytes(b"abcdef")
+    (tmp_path / "b").write_bytes(b"uvwxyz")
+
+    def read(path: str, at: int) -> bytes:
+        folder.read_into(path, at, memoryview(buffer))
+        return bytes(buffer)
+
+    with folder.opened("a"):
+        (tmp_path / "a").unlink()
+        assert read("a", 3) == b"def"
+        assert read("a", 0) == b"abc"
+        assert read("b", 1) == b"vwx"
+        with pytest.raises(EOFError, match="a ends at byte 6, 1 bytes too early"):
+            read("a", 4)
+        with ThreadPoolExecutor(1) as other, pytest.raises(FileNotFoundError):
+            other.submit(read, "a", 0).result()
+        with folder.opened("b"):
+            assert read("b", 0) == b"uvw"
+        assert read("a", 0) == b"abc"
+    with pytest.raises(FileNotFoundError):
+        read("a", 0)

@@ -214,7 +214,7 @@ def _ranges(wishes: Sequence[_Wish]) -> list[_Window]:
 def _read_windows(file: BlockFile, windows: Sequence[_Window]) -> int:
     buffer = mmap.mmap(-1, min(BUFFER, max(w.stop - w.start for w in windows)))  # given back at once, which a heap would not do
     view, scratch = memoryview(buffer), torch.frombuffer(buffer, dtype=torch.uint8)
-    with torch.no_grad():
+    with torch.no_grad(), file.storage.opened(file.path):
         for window in windows:
             _read_window(file, window, view, scratch)
     return sum(w.stop - w.start for w in windows)
@@ -224,13 +224,15 @@ def _read_window(file: BlockFile, window: _Window, view: memoryview, scratch: to
     straight = next((w for w in window.wishes if w.run and w.first <= window.start and window.stop <= w.last), None)
     others = [w for w in window.wishes if w is not straight]
     hashed = xxhash.xxh3_128() if file.hashes is not None else None
+    if straight is not None:
+        assert straight.run is not None
+        place = memoryview((ctypes.c_char * (window.stop - window.start)).from_address(straight.run + window.start - straight.first)).cast("B")
     for start in range(window.start, window.stop, BUFFER):
         n = min(BUFFER, window.stop - start)
         if straight is None:
             data, raw = view[:n], scratch[:n]
         else:
-            assert straight.run is not None
-            data = memoryview((ctypes.c_char * n).from_address(straight.run + start - straight.first)).cast("B")
+            data = place[start - window.start :][:n]
             raw = torch.frombuffer(data, dtype=torch.uint8) if others else scratch
         file.fetch(start, data)
         if hashed is not None:

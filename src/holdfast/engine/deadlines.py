@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -37,3 +38,11 @@ class Deadlines:
 
 POLL = 0.02
 """Between two looks into the store. Only waiting threads poll, and only the service thread while a save is under way."""
+
+
+def pauses() -> Iterator[float]:
+    """Between the looks of one wait, in seconds: short at first, since who comes last is usually not far behind, then `POLL`."""
+    pause = POLL / 16
+    while True:
+        yield pause
+        pause = min(POLL, 1.5 * pause)

@@ -19,7 +19,7 @@ from holdfast.core.manifest import MANIFEST_FILE, RANK_NAME, Manifest
 from holdfast.engine import repair, restore
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.collect import Registered
-from holdfast.engine.deadlines import POLL, Deadlines
+from holdfast.engine.deadlines import Deadlines, pauses
 from holdfast.engine.foreign_checkpoint import ForeignCheckpoint, identity_of, is_foreign
 from holdfast.engine.retention import Complete
 from holdfast.engine.store import Store, name_ranks
@@ -223,7 +223,7 @@ class Resume:
             verdict = json.loads(self._await(f"{prefix}/verdict", deadline, "rank 0 did not decide on a checkpoint"))
         else:
             votes = {0: mine | {"host": socket.gethostname()}}
-            end = time.monotonic() + deadline
+            end, pause = time.monotonic() + deadline, pauses()
             while len(votes) < world_size:
                 for r in range(1, world_size):
                     if r not in votes and (told := self.store.look(f"{prefix}/{r}")) is not None:
@@ -232,7 +232,7 @@ class Resume:
                     if time.monotonic() > end:
                         missing = name_ranks(set(range(world_size)) - votes.keys())
                         raise DeadlineExceeded(f"{missing} did not look at a checkpoint within {deadline:.0f} s; look into their logs")
-                    time.sleep(POLL)
+                    time.sleep(next(pause))
             against = [(r, v) for r, v in sorted(votes.items()) if v["error"]]
             verdict = _as_vote(None)
             if against:
@@ -244,11 +244,11 @@ class Resume:
         return verdict  # type: ignore[no-any-return]
 
     def _await(self, key: str, deadline: float, problem: str) -> bytes:
-        end = time.monotonic() + deadline
+        end, pause = time.monotonic() + deadline, pauses()
         while (value := self.store.look(key)) is None:
             if time.monotonic() > end:
                 raise DeadlineExceeded(f"rank {self.registered.rank}: {problem} within {deadline:.0f} s; look into its log")
-            time.sleep(POLL)
+            time.sleep(next(pause))
         return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 
@@ -42,6 +43,10 @@ class Storage(Protocol):
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
         """Fill `target` from `offset` on; EOFError when the file ends before."""
+        ...
+
+    def opened(self, path: str) -> AbstractContextManager[None]:
+        """Keep a file open for what this thread reads of it inside, about from front to back."""
         ...
 
     def size(self, path: str) -> int: ...

@@ -14,8 +14,10 @@ import functools
 import os
 import shutil
 import sys
+import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import cast
 
@@ -32,6 +34,7 @@ class LocalFolder:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
+        self._kept = threading.local()
 
     def describe(self) -> str:
         return str(self.root)
@@ -63,7 +66,12 @@ class LocalFolder:
         return self._inside(path).read_bytes()
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
-        with open(self._inside(path), "rb", buffering=0) as file:
+        with contextlib.ExitStack() as stack:
+            kept: tuple[str, FileIO] | None = getattr(self._kept, "file", None)
+            if kept is not None and kept[0] == path:
+                file = kept[1]
+            else:
+                file = stack.enter_context(self._reader(path))
             file.seek(offset)
             done = 0
             while done < len(target):
@@ -71,6 +79,21 @@ class LocalFolder:
                 if not n:
                     raise EOFError(f"{path} ends at byte {offset + done}, {len(target) - done} bytes too early")
                 done += n
+
+    @contextlib.contextmanager
+    def opened(self, path: str) -> Iterator[None]:
+        before = getattr(self._kept, "file", None)
+        with self._reader(path) as file:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the kernel reads further ahead
+            self._kept.file = path, file
+            try:
+                yield
+            finally:
+                self._kept.file = before
+
+    def _reader(self, path: str) -> FileIO:
+        return FileIO(self._inside(path), "rb")
 
     def size(self, path: str) -> int:
         return self._inside(path).stat().st_size
