@@ -1,4 +1,4 @@
-"""Runs of the Flux recipe on the ranks of a pool, watched: what the tests of the recipe share.
+"""Runs of the diffusion recipes on the ranks of a pool, watched: what the tests of the recipes share.
 
 The demo's and the user's command runs `main`; so does `run`, with a watcher around the loss that can look at the run
 between two micro steps, or end it there.
@@ -13,21 +13,22 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from diffusers import AutoencoderKL, FluxPipeline  # noqa: F401 (what ranks need is imported once, before they are forked)
+from diffusers import AutoencoderKL, Flux2KleinPipeline, Flux2Pipeline, FluxPipeline  # noqa: F401 (imported once, before ranks are forked)
 from torch.distributed.tensor import DTensor
-from transformers import CLIPTextModel, T5EncoderModel  # noqa: F401
+from transformers import CLIPTextModel, MistralModel, Qwen3Model, T5EncoderModel  # noqa: F401
 
 from holdfast.integrations import accelerate_config
-from holdfast.recipes import flux_dreambooth as recipe
 from holdfast.testing import Died, RankPool
 from holdfast.training import loop, models
 from holdfast.training.metrics import read_lines
 
+FLUX, FLUX2 = "holdfast.recipes.flux_dreambooth", "holdfast.recipes.flux2_lora"
 STEPS, EVERY, ACCUMULATION = 5, 2, 2
 DYING_STEP = 4  # two steps after the checkpoint that a resume finds
 
@@ -67,7 +68,7 @@ ADAMW = {"optimizer": "AdamW", "learning_rate": 1e-3, "lr_scheduler": "linear", 
 
 @dataclass(frozen=True)
 class Job:
-    """One run of the recipe: its flags, the launcher's environment, and what to do before a step's first micro step."""
+    """One run of a recipe: its flags, the launcher's environment, and what to do before a step's first micro step."""
 
     flags: dict[str, Any]
     environment: dict[str, str] = field(default_factory=dict)
@@ -79,6 +80,12 @@ class Job:
 
     signal_before: tuple[int, int] | None = None
     """(step, signal): sent to oneself."""
+
+    recipe: str = FLUX
+
+    @property
+    def module(self) -> Any:
+        return import_module(self.recipe)
 
 
 class Stopped(Exception):
@@ -116,6 +123,7 @@ class Watch:
     seen: dict[str, Any] = field(default_factory=lambda: {"samples": [], "shapes": [], "generators": [], "state": None})
 
     def install(self) -> None:
+        recipe = self.job.module
         prepare, optimizer, make_loss = models.prepare_model, loop.make_optimizer, recipe.make_loss
 
         def keep(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,6 +181,7 @@ def run(job: Job) -> dict[str, Any]:
     os.environ.update(job.environment)
     watch = Watch(job)
     watch.install()
+    recipe = job.module
     export = recipe.export
 
     def look_and_export(config: Any, base: Path, checkpoint: Path, *rest: Any) -> None:
@@ -231,17 +240,18 @@ def check_killed_and_resumed(
     environment: dict[str, str],
     more: dict[str, Any],
     exported: tuple[str, ...] = (PIPELINE,),
+    recipe: str = FLUX,
 ) -> None:
     """A run that is left alone, and one that is killed and continued, are the same: numbers, samples, generators, exports."""
 
     def flags(out: str, **changes: Any) -> dict[str, Any]:
         return flags_for(flux_folder, photo_folder, tmp_path / out, **{**more, **changes})
 
-    whole = pool.run(run, ranks, Job(flags("whole"), environment))
-    died = pool.run(run, ranks, Job(flags("killed"), environment, die_before=DYING_STEP), expect_death=True)
+    whole = pool.run(run, ranks, Job(flags("whole"), environment, recipe=recipe))
+    died = pool.run(run, ranks, Job(flags("killed"), environment, die_before=DYING_STEP, recipe=recipe), expect_death=True)
     assert died == [Died(signal.SIGKILL)] * ranks
     assert not (tmp_path / "killed/model_index.json").exists()
-    resumed = pool.run(run, ranks, Job(flags("killed", resume_from_checkpoint="latest"), environment))
+    resumed = pool.run(run, ranks, Job(flags("killed", resume_from_checkpoint="latest"), environment, recipe=recipe))
 
     assert [line["step"] for line in read_lines(tmp_path / "killed/metrics.jsonl")] == list(range(1, STEPS + 1))
     assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")

@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -137,8 +138,11 @@ def export_adapters(
         for field, value in config.to_dict().items():
             described[f"{part}.{field}"] = sorted(value) if isinstance(value, set) else value
     metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(described, indent=2, sort_keys=True)}
-    write_weights(source, output_dir, FILE_STEM, tensors, DTYPES[dtype], 1 << 62, metadata)
-    return output_dir / f"{FILE_STEM}.safetensors"
+    target, new = output_dir / f"{FILE_STEM}.safetensors", output_dir / f".{FILE_STEM}.new.safetensors"
+    new.unlink(missing_ok=True)  # of an export that was killed
+    write_weights(source, output_dir, new.stem, tensors, DTYPES[dtype], 1 << 62, metadata)
+    os.replace(new, target)  # a former run's
+    return target
 
 
 def _ends(name: str) -> Iterable[str]:
