@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from holdfast.recipes import causal_lm as recipe
 from holdfast.testing import RankPool
 from holdfast.testing.pool import Died
 from holdfast.training import text_trainer  # noqa: F401 (what the ranks need is imported once, before they are forked)
+from holdfast.training.text_data import PackedTexts
 from holdfast.training.text_stream import TextStream
 
 WORDS = ["what", "was", "learned", "is", "not", "lost", "while", "the", "run", "goes", "on", "from", "where", "it", "stood"]
@@ -38,6 +40,26 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "lines.txt"
     path.write_text("\n".join(lines(700)) + "\n")
     return path
+
+
+# -- blocks of tokens
+
+
+@pytest.mark.parametrize("kept", [range(50), [*range(40, 50), *range(0, 30, 2)], []])
+def test_blocks_are_the_texts_end_to_end(kept):
+    rows = [[100 * i + j for j in range(i * 7 % 11)] for i in range(50)]
+    parts = [datasets.Dataset.from_dict({"input_ids": rows[i : i + 20]}) for i in range(0, 50, 20)]
+    texts = datasets.concatenate_datasets(parts).select(list(kept))
+    expected = [token for i in kept for token in rows[i]]
+    blocks = PackedTexts(texts, 8, None)
+    assert len(blocks) == len(expected) // 8
+    for read in (blocks, pickle.loads(pickle.dumps(blocks))):
+        found = [read[i] for i in range(len(read))]
+        assert [token for block in found for token in block["input_ids"].tolist()] == expected[: len(blocks) * 8]
+        assert all(torch.equal(block["labels"], block["input_ids"]) and block["labels"].dtype == torch.int64 for block in found)
+    with pytest.raises(IndexError):
+        blocks[len(blocks)]
+    assert len(PackedTexts(texts, 8, 2)) == min(2, len(blocks))
 
 
 # -- the stream

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -96,13 +97,24 @@ def block_size(data: DataFlags, tokenizer: Any, config: Any) -> int:
 
 
 class PackedTexts(Dataset[dict[str, torch.Tensor]]):
-    """Tokenised texts, put end to end and cut into blocks; only the last, incomplete one is left out."""
+    """Tokenised texts, put end to end and cut into blocks; only the last, incomplete one is left out.
+
+    The tokens stay where `datasets` has mapped them, and a block costs what its own tokens do, however long the texts are.
+    """
 
     def __init__(self, tokenised: Any, size: int, limit: int | None) -> None:
-        self._rows, self._size = tokenised, size
-        self._ends = np.cumsum(np.asarray(tokenised["length"], dtype=np.int64))
+        self._tokenised, self._size = tokenised.flatten_indices() if len(tokenised) else None, size
+        self._ends = np.cumsum([len(part) for part in self._parts], dtype=np.int64)
         count = int(self._ends[-1]) // size if len(self._ends) else 0
         self._count = min(count, limit) if limit is not None else count
+
+    @cached_property
+    def _parts(self) -> list[Any]:
+        """The texts' tokens as Arrow holds them, some texts in each array."""
+        return [chunk.flatten() for chunk in self._tokenised.data.column("input_ids").chunks] if self._tokenised is not None else []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_parts"}  # a worker maps them for itself
 
     def __len__(self) -> int:
         return self._count
@@ -111,13 +123,13 @@ class PackedTexts(Dataset[dict[str, torch.Tensor]]):
         if not 0 <= index < self._count:
             raise IndexError(index)
         start, stop = index * self._size, (index + 1) * self._size
-        row = int(np.searchsorted(self._ends, start, side="right"))
-        ids: list[int] = []
-        begin = int(self._ends[row - 1]) if row else 0
-        while begin + len(ids) < stop:
-            ids += self._rows[row]["input_ids"]
-            row += 1
-        block = torch.tensor(ids[start - begin : stop - begin])
+        found, number = [], int(np.searchsorted(self._ends, start, side="right"))
+        while start < stop:
+            end, part = int(self._ends[number]), self._parts[number]
+            piece = part.slice(start - (end - len(part)), min(stop, end) - start)
+            found.append(piece.to_numpy())
+            start, number = start + len(piece), number + 1
+        block = torch.from_numpy(np.concatenate(found).astype(np.int64))
         return {"input_ids": block, "labels": block.clone()}
 
 
@@ -145,14 +157,13 @@ def packed(texts: Texts, split: Any, tokenizer: Any, size: int, limit: int | Non
 
 
 class _Tokenise:
-    """A batch of texts to tokens and their number; an object, so that its cache is found again."""
+    """A batch of texts to tokens; an object, so that its cache is found again."""
 
     def __init__(self, tokenizer: Any, column: str) -> None:
         self._tokenizer, self._column = tokenizer, column
 
     def __call__(self, batch: dict[str, list[str]]) -> dict[str, list[Any]]:
-        ids = self._tokenizer(batch[self._column], verbose=False)["input_ids"]
-        return {"input_ids": ids, "length": [len(row) for row in ids]}
+        return {"input_ids": self._tokenizer(batch[self._column], verbose=False)["input_ids"]}
 
 
 def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
