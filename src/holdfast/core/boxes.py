@@ -9,7 +9,7 @@ finding the pieces that meet a box costs O(pieces found), however many ranks the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 
@@ -63,10 +63,16 @@ class Mesh:
 
     shape: Shape
     ranks: Shape
+    _hash: int = field(init=False, repr=False, compare=False)
+    """Taken once: every tensor's placement is looked up by its mesh, and a tuple of thousands of ranks hashes anew each time."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.shape, self.ranks)))
         if prod(self.shape) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks):
             raise ValueError(f"a mesh of shape {self.shape} needs {prod(self.shape)} different ranks, got {len(self.ranks)}")
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def coordinate(self, rank: int) -> Shape | None:
         """Where `rank` stands in the grid, or None when it is not in it."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from math import prod
 
 from holdfast.core.boxes import Box, Shape
@@ -165,12 +166,16 @@ class Checkpoint:
             raise CorruptCheckpoint(f"{self.where}: the state of rank {rank} is no object")
         return document
 
-    def writers(self, spec: TensorSpec, wanted: Box) -> list[int]:
-        """The ranks whose files have a piece of a placed or flat tensor that meets `wanted`."""
+    def writers(self, spec: TensorSpec, wanted: Box | None = None) -> Iterator[int]:
+        """The ranks whose files have a piece of a placed or flat tensor, or of the part of it that is wanted.
+
+        One after the other: who only needs one of thousands should not have to find them all.
+        """
         assert spec.placement is not None and spec.shape is not None
+        wanted = wanted or Box.whole(spec.shape)
         if isinstance(spec.placement, Flat):
-            return [rank for rank, _, _ in spec.placement.pieces(prod(spec.shape), *span(spec.shape, wanted))]
-        return [rank for rank, _ in spec.placement.pieces(spec.shape, spec.replica, wanted)]
+            return (rank for rank, _, _ in spec.placement.pieces(prod(spec.shape), *span(spec.shape, wanted)))
+        return (rank for rank, _ in spec.placement.pieces(spec.shape, spec.replica, wanted))
 
     def exists(self, name: str) -> bool:
         """Whether any file has a tensor: optimizer state of flat units is described wherever it could be."""
@@ -179,7 +184,7 @@ class Checkpoint:
             return any(name in self.header(rank) for rank in range(self.manifest.world_size))
         if spec.slot is None or not isinstance(spec.placement, Flat):
             return True
-        return any(name in self.header(rank) for rank in self.writers(spec, Box.whole(spec.shape))[:1])
+        return any(name in self.header(rank) for rank in islice(self.writers(spec), 1))
 
     def pieces(self, name: str, spec: TensorSpec, wanted: Box) -> Iterator[Piece]:
         """Every written or named box of a placed or flat tensor that meets `wanted`; the boxes do not overlap."""
@@ -205,13 +210,14 @@ class Checkpoint:
                 part = Entry(dtype, shape, begin, begin + box.numel * item_size(spec.dtype))
                 yield Piece(rank, box, box, part, spec.dtype)
 
-    def rests_on_base(self, name: str) -> bool:
-        """Whether some rank has named its part of a tensor, and not written it."""
+    def rests_on_base(self, name: str, wanted: Sequence[Box]) -> bool:
+        """Whether some rank has named its part of a tensor, of those that meet the boxes, and not written it."""
         spec = self.tensors[name]
         if spec.base is None:
             return False
-        ranks = range(self.manifest.world_size) if spec.shape is None else self.writers(spec, Box.whole(spec.shape))
-        return any(name not in self.header(rank) for rank in ranks)
+        if spec.shape is None:
+            return any(name not in self.header(rank) for rank in range(self.manifest.world_size))
+        return any(name not in self.header(rank) for box in wanted for rank in self.writers(spec, box))
 
     def own(self, name: str, rank: int) -> Piece:
         """The copy of a per-rank tensor that is good for `rank`: what it wrote, or what its base holds."""

@@ -17,7 +17,7 @@ from typing import Literal
 
 from holdfast.core.documents import canonical
 from holdfast.engine.collect import collect
-from holdfast.engine.deadlines import POLL, Deadlines
+from holdfast.engine.deadlines import CROWD, POLL, Deadlines
 from holdfast.engine.ending import close_at_exit
 from holdfast.engine.firstbatch import before_first_batch
 from holdfast.engine.gate import Capture, Gate
@@ -31,7 +31,7 @@ from holdfast.engine.retention import Retention, remove_checkpoint
 from holdfast.engine.saver import Saver, StagingLimit, WhenBusy, known
 from holdfast.engine.service import Save, Service
 from holdfast.engine.store import Below, Connections, Store
-from holdfast.engine.watch import BEAT, IDLE, Request, Watcher, say_goodbye
+from holdfast.engine.watch import IDLE, Request, Watcher, beat_of, say_goodbye
 from holdfast.errors import DeadlineExceeded, HoldfastError, SaveFailed, UsageError
 from holdfast.storage import LocalFolder, Storage
 
@@ -135,10 +135,11 @@ class Checkpointer:
         self._gate.first_steps_made = self._saver.warm_up
         self._closed = False
         self._base_step = 0
-        idle = IDLE * max(1, self._world_size // 64) if one_caller or stop_signals else BEAT
+        beat = beat_of(self._world_size)
+        idle = min(beat, IDLE * max(1, self._world_size // CROWD)) if one_caller or stop_signals else beat
         self._watcher = Watcher(
             Below(watcher_store, self._run.nonce), self._rank, self._deadlines, on_look=self._after_look,
-            step=self._step_now, saving=lambda: self._service.doing, idle=idle,
+            step=self._step_now, saving=lambda: self._service.doing, idle=idle, beat=beat,
         )  # fmt: skip
         self._one_caller, self._stopping, self._led = one_caller, False, False
         self._calls: OneCaller | None = None
@@ -324,7 +325,7 @@ class Checkpointer:
         """
         if self._rank != 0 or self._led or self._watcher.call_to_stop is None:
             return
-        if any(self._store.look(f"stopping/{r}") is None for r in range(self._world_size)):
+        if self._store.add("stopping", 0) < self._world_size:
             return
         self._led = True
         first, count = next(iter(self._gate.steps.items()))
@@ -397,7 +398,7 @@ class Checkpointer:
         if self._calls is not None:
             self._calls.idle = True
         everybody = self._rank == 0 or self._calls is not None
-        say_goodbye(self._store, self._rank, self._world_size if everybody else 0, self._deadlines.goodbye)
+        say_goodbye(self._store, self._rank, self._world_size, self._deadlines.goodbye, waits=everybody)
 
     def _stop(self, patience: float) -> None:
         self._closed = True

@@ -64,12 +64,15 @@ def _check_layouts(storage: Storage, folder: str, announcements: Sequence[Announ
     """
     by_rank = [a.layout for a in announcements]
     layouts = {d: Layout.parse(storage.get(f"{folder}/{layout_file(d)}"), layout_file(d)) for d in set(by_rank)}
+    meshes = {spec.placement.mesh for layout in layouts.values() for spec in layout.tensors.values() if spec.placement is not None}
+    # One rank speaks for all that have its layout: there are a few layouts, and thousands of ranks.
+    speakers = {mesh: {by_rank[rank]: rank for rank in reversed(mesh.ranks)} for mesh in meshes}
     placed = [
-        (name, spec, layouts[by_rank[rank]].tensors.get(name), rank)
+        (name, spec, layouts[theirs].tensors.get(name), rank)
         for layout in layouts.values()
         for name, spec in layout.tensors.items()
         if spec.placement is not None
-        for rank in spec.placement.mesh.ranks
+        for theirs, rank in speakers[spec.placement.mesh].items()
     ]
     for name, spec, theirs, rank in placed:
         if theirs is None and not isinstance(spec.placement, Flat):

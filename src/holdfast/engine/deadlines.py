@@ -39,10 +39,21 @@ class Deadlines:
 POLL = 0.02
 """Between two looks into the store. Only waiting threads poll, and only the service thread while a save is under way."""
 
+CROWD = 64
+"""So many ranks may look as often as `POLL` says without keeping the store busy: one thread serves them all."""
 
-def pauses() -> Iterator[float]:
-    """Between the looks of one wait, in seconds: short at first, since who comes last is usually not far behind, then `POLL`."""
-    pause = POLL / 16
+
+def poll_of(rank: int, world_size: int) -> float:
+    """Seconds between two looks of a rank that waits for the others or, as all but rank 0 do at the same time, for rank 0.
+
+    More ranks look more rarely, so that together they ask as much as `CROWD` would and rank 0 is served without delay.
+    """
+    return POLL if rank == 0 else POLL * max(1.0, world_size / CROWD)
+
+
+def pauses(longest: float = POLL) -> Iterator[float]:
+    """Between the looks of one wait, in seconds: short at first, since who comes last is usually not far behind, then `longest`."""
+    pause = longest / 16
     while True:
         yield pause
-        pause = min(POLL, 1.5 * pause)
+        pause = min(longest, 1.5 * pause)

@@ -77,9 +77,10 @@ def flat_units(model: nn.Module) -> Iterator[FlatUnit]:
     Raises:
         UnsupportedState: it is laid out in a way that is not understood, with the parameter's name.
     """
+    meshes: dict[object, Mesh] = {}
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel) and getattr(module, "_handle", None) is not None:
-            yield _unit(module, module._handle)
+            yield _unit(module, module._handle, meshes)
 
 
 def shard_group(module: FullyShardedDataParallel) -> dist.ProcessGroup | None:
@@ -96,12 +97,15 @@ def reshard(module: FullyShardedDataParallel) -> None:
         handle.post_reshard()
 
 
-def _unit(module: FullyShardedDataParallel, handle: Any) -> FlatUnit:
+def _unit(module: FullyShardedDataParallel, handle: Any, meshes: dict[object, Mesh]) -> FlatUnit:
     flat = handle.flat_param
     try:
         shard = getattr(flat, "_local_shard", None)  # there is none before the first forward
         shard = (flat.data if shard is None else shard).detach()
-        mesh = _mesh(module, handle)
+        groups = module.process_group, getattr(module, "_inter_node_pg", None), handle.uses_sharded_strategy
+        if groups not in meshes:  # that of all units, in the usual case: it lists every rank, so it is made once
+            meshes[groups] = _mesh(module, handle)
+        mesh = meshes[groups]
         offsets = _offsets(flat)
         total = int(flat._unpadded_unsharded_size.numel())
         names, shapes, infos = flat._fqns, [tuple(s) for s in flat._shapes], flat._shard_param_infos

@@ -23,13 +23,16 @@ from holdfast.errors import CheckpointError, CorruptCheckpoint, IncompatibleChec
 from holdfast.storage import Storage
 
 
-def attempts(storage: Storage, folder: str) -> dict[str, list[Receipt]]:
-    """The receipts in a folder by attempt, those that can be read, in rank order; none of attempts that were to be removed."""
+def attempts(storage: Storage, folder: str, but: str | None = None) -> dict[str, list[Receipt]]:
+    """The receipts in a folder by attempt, those that can be read, in rank order; none of attempts that were to be removed.
+
+    `but` is an attempt whose receipts are of no interest: they are as many as ranks, in every complete checkpoint.
+    """
     found: dict[str, dict[int, Receipt]] = {}
-    names = storage.names(folder)
+    names = set(storage.names(folder))
     for name in names:
         match = RANK_NAME.fullmatch(name)
-        if match is None or match[3] != "json" or removed_file(match[2]) in names:
+        if match is None or match[3] != "json" or match[2] == but or removed_file(match[2]) in names:
             continue
         try:
             receipt = Receipt.parse(storage.get(f"{folder}/{name}"), f"{storage.describe()}/{folder}/{name}")
@@ -52,7 +55,8 @@ def finish(storage: Storage, folder: str) -> Manifest | None:
         complete = None
     except IncompatibleCheckpoint:
         return None  # another version's: not ours to judge
-    candidates = [receipts for receipts in attempts(storage, folder).values() if _whole(storage, folder, receipts)]
+    others = attempts(storage, folder, but=complete.attempt if complete is not None else None)
+    candidates = [receipts for receipts in others.values() if _whole(storage, folder, receipts)]
     if not candidates:
         return None
     newest = max(candidates, key=lambda receipts: (receipts[0].run_sequence, receipts[0].save_index))

@@ -132,7 +132,9 @@ def _held_by_base(plan: Restore, names: NamedState, found: dict[str, str]) -> se
     for name in found:
         tensor = names.tensors[name]
         named, origin = plan.spec(found[name]).base, origin_of(*names.places[name])
-        if named is None or origin is None or not checkpoint.rests_on_base(found[name]):
+        if named is None or origin is None:
+            continue
+        if not checkpoint.rests_on_base(found[name], [box for box, _ in plan.targets(name, tensor)]):
             continue
         try:
             here = None if origin.size != named.file.size else bases.named(origin)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -251,7 +252,7 @@ class _Matcher:
         boxes = [box for box, _ in self.plan.targets(name, self.names.parameters[name])]
         ranks = list(dict.fromkeys(r for box in boxes for r in checkpoint.writers(spec, box)))
         if not ranks:
-            ranks = checkpoint.writers(spec, Box.whole(spec.shape))[:1] or [rank if self.plan.same_world else 0]
+            ranks = list(islice(checkpoint.writers(spec), 1)) or [rank if self.plan.same_world else 0]
         return sorted(ranks, key=lambda r: (r != rank or not self.plan.same_world, r))
 
     def _present(self, slot: str, holders: list[int]) -> bool:

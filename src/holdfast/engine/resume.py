@@ -19,7 +19,7 @@ from holdfast.core.manifest import MANIFEST_FILE, RANK_NAME, Manifest
 from holdfast.engine import repair, restore
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.collect import Registered
-from holdfast.engine.deadlines import Deadlines, pauses
+from holdfast.engine.deadlines import Deadlines, pauses, poll_of
 from holdfast.engine.foreign_checkpoint import ForeignCheckpoint, identity_of, is_foreign
 from holdfast.engine.retention import Complete
 from holdfast.engine.store import Store, name_ranks
@@ -220,19 +220,19 @@ class Resume:
         mine = _as_vote(error)
         if rank != 0:
             self.store.publish(f"{prefix}/{rank}", json.dumps(mine | {"host": socket.gethostname()}).encode())
+            self.store.add(f"{prefix}/votes", 1)
             verdict = json.loads(self._await(f"{prefix}/verdict", deadline, "rank 0 did not decide on a checkpoint"))
         else:
-            votes = {0: mine | {"host": socket.gethostname()}}
             end, pause = time.monotonic() + deadline, pauses()
-            while len(votes) < world_size:
-                for r in range(1, world_size):
-                    if r not in votes and (told := self.store.look(f"{prefix}/{r}")) is not None:
-                        votes[r] = json.loads(told)
-                if len(votes) < world_size:
-                    if time.monotonic() > end:
-                        missing = name_ranks(set(range(world_size)) - votes.keys())
-                        raise DeadlineExceeded(f"{missing} did not look at a checkpoint within {deadline:.0f} s; look into their logs")
-                    time.sleep(next(pause))
+            while self.store.add(f"{prefix}/votes", 0) < world_size - 1:
+                if time.monotonic() > end:
+                    missing = [r for r in range(1, world_size) if self.store.look(f"{prefix}/{r}") is None]
+                    raise DeadlineExceeded(
+                        f"{name_ranks(missing)} did not look at a checkpoint within {deadline:.0f} s; look into their logs"
+                    )
+                time.sleep(next(pause))
+            told = self.store.gather([f"{prefix}/{r}" for r in range(1, world_size)])
+            votes = dict(enumerate([mine | {"host": socket.gethostname()}, *map(json.loads, told)]))
             against = [(r, v) for r, v in sorted(votes.items()) if v["error"]]
             verdict = _as_vote(None)
             if against:
@@ -244,7 +244,8 @@ class Resume:
         return verdict  # type: ignore[no-any-return]
 
     def _await(self, key: str, deadline: float, problem: str) -> bytes:
-        end, pause = time.monotonic() + deadline, pauses()
+        end = time.monotonic() + deadline
+        pause = pauses(poll_of(self.registered.rank, self.registered.world_size))
         while (value := self.store.look(key)) is None:
             if time.monotonic() > end:
                 raise DeadlineExceeded(f"rank {self.registered.rank}: {problem} within {deadline:.0f} s; look into its log")

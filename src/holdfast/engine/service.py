@@ -25,13 +25,13 @@ from holdfast.engine import commit, writer
 from holdfast.engine.blocks import BlockFile
 from holdfast.engine.capture import Staging
 from holdfast.engine.collect import Collected
-from holdfast.engine.deadlines import POLL, Deadlines
+from holdfast.engine.deadlines import Deadlines, poll_of
 from holdfast.engine.gate import Capture
 from holdfast.engine.plan import SavePlan
 from holdfast.engine.retention import remove_attempts
 from holdfast.engine.store import Run, Store, name_ranks
 from holdfast.engine.verify import bad_blocks
-from holdfast.engine.watch import BEAT, roll_call
+from holdfast.engine.watch import beat_of, roll_call
 from holdfast.engine.windows import Windows
 from holdfast.errors import CorruptCheckpoint, DeadlineExceeded, HoldfastError, SaveFailed
 from holdfast.storage import Storage
@@ -127,7 +127,8 @@ class Service:
         """What the thread is at, and since when (monotonic): a disk that does not answer keeps it there."""
 
         # Rank 0 listens for a heartbeat before it says who is missing: its word comes before the others lose patience with it.
-        self._patience = deadlines.commit + (4 * BEAT if rank else 0.0)
+        self._patience = deadlines.commit + (4 * beat_of(world_size) if rank else 0.0)
+        self._poll = poll_of(rank, world_size)
         self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
         self._thread = threading.Thread(target=self._serve, name="holdfast-service", daemon=True)
         self._thread.start()
@@ -167,7 +168,7 @@ class Service:
         stopping = False
         while not (stopping and not self._pending):
             try:
-                job = self._queue.get(timeout=POLL if self._pending else None)
+                job = self._queue.get(timeout=self._poll if self._pending else None)
             except queue.Empty:
                 job = None
             else:
@@ -184,7 +185,7 @@ class Service:
             elif job is not None:
                 self._perform(job)
             elif stopping and self._pending:
-                time.sleep(POLL)
+                time.sleep(self._poll)
             for waiting in list(self._pending):
                 self._follow(waiting)
 
@@ -302,10 +303,10 @@ class Service:
 
     def _commit(self, job: Job) -> None:
         save = job.save
-        announcements = []
-        for rank in range(self._world_size):
-            data = self._store.look(f"{save.index}/receipt/{rank}")
-            announcements.append(Announcement.parse(data or b"null", f"the announcement of rank {rank} for step {save.step}"))
+        told = self._store.gather([f"{save.index}/receipt/{rank}" for rank in range(self._world_size)])
+        announcements = [
+            Announcement.parse(data, f"the announcement of rank {rank} for step {save.step}") for rank, data in enumerate(told)
+        ]
         self._before_commit()
         manifest = commit.write_manifest(self._storage, save.folder, announcements, self._run.run_sequence, save.index)
         self._store.publish(f"{save.index}/complete", commit.manifest_digest(manifest).encode())
@@ -379,7 +380,7 @@ class Service:
     def _missing(self, save: Save) -> str:
         waited = f"after {self._deadlines.commit:.0f} s"
         absent = [r for r in range(self._world_size) if self._store.look(f"{save.index}/receipt/{r}") is None]
-        seen = roll_call(self._store, absent)
+        seen = roll_call(self._store, absent, self._world_size)
         return (
             f"{name_ranks(absent)} did not deliver {waited}: {seen}. Every rank has to call save({save.step}) (or one, with "
             "one_caller=True), and its disk has to take its part in that time; look into their logs"

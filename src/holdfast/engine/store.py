@@ -15,18 +15,21 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
 import torch.distributed as dist
 
-from holdfast.engine.deadlines import POLL, Deadlines
+from holdfast.engine.deadlines import POLL, Deadlines, poll_of
 from holdfast.errors import DeadlineExceeded, UsageError
 
 _instances = 0
 """Checkpointers made in this process; ranks make them in the same order, so the n-th of each rank belong together."""
+
+AT_ONCE = 1024
+"""Keys of one request: its answer should not keep the store's only thread from others for long."""
 
 
 class Store(Protocol):
@@ -38,6 +41,10 @@ class Store(Protocol):
 
     def look(self, key: str) -> bytes | None:
         """The value of a key, or None where it is not set; never waits for it."""
+        ...
+
+    def gather(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of keys that are known to be set, in as few requests as the store can."""
         ...
 
     def add(self, key: str, amount: int) -> int:
@@ -67,6 +74,10 @@ class LocalStore:
     def look(self, key: str) -> bytes | None:
         with self._lock:
             return self._values.get(key)
+
+    def gather(self, keys: Sequence[str]) -> list[bytes]:
+        with self._lock:
+            return [self._values[key] for key in keys]
 
     def add(self, key: str, amount: int) -> int:
         with self._lock:
@@ -107,6 +118,15 @@ class SharedStore:
         with self._lock:
             return bytes(self._store.get(key)) if self._store.check([key]) else None
 
+    def gather(self, keys: Sequence[str]) -> list[bytes]:
+        found: list[bytes] = []
+        for start in range(0, len(keys), AT_ONCE):
+            some = list(keys[start : start + AT_ONCE])
+            with self._lock:
+                several = self._store.has_extended_api()  # type: ignore[attr-defined]
+                found += map(bytes, self._store.multi_get(some) if several else map(self._store.get, some))
+        return found
+
     def add(self, key: str, amount: int) -> int:
         with self._lock:
             return int(self._store.add(key, amount))
@@ -131,6 +151,9 @@ class Below:
 
     def look(self, key: str) -> bytes | None:
         return self._store.look(f"{self._prefix}/{key}")
+
+    def gather(self, keys: Sequence[str]) -> list[bytes]:
+        return self._store.gather([f"{self._prefix}/{key}" for key in keys])
 
     def add(self, key: str, amount: int) -> int:
         return self._store.add(f"{self._prefix}/{key}", amount)
@@ -196,7 +219,7 @@ def shake_hands(store: Store, rank: int, world_size: int, run: Run | None, deadl
                 f"rank {rank} on {hello['host']}: rank 0 did not answer within {deadlines.handshake:.0f} s; "
                 "every rank has to make its Checkpointer: look into rank 0's log for what stopped it"
             )
-        time.sleep(POLL)
+        time.sleep(poll_of(rank, world_size))
 
 
 def _welcome(store: Store, world_size: int, run: Run, end: float, deadlines: Deadlines) -> Run:

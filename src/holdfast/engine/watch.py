@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from holdfast.core.documents import canonical
-from holdfast.engine.deadlines import POLL, Deadlines
+from holdfast.engine.deadlines import POLL, Deadlines, poll_of
 from holdfast.engine.store import Store
 from holdfast.errors import UsageError
 
@@ -29,7 +29,15 @@ IDLE = 0.1
 """Seconds between two looks when nobody asks for one."""
 
 BEAT = 2.0
-"""Seconds between two heartbeats."""
+"""Seconds between two heartbeats of up to `MANY` ranks."""
+
+MANY = 2048
+"""A heart beats more slowly in a larger job, so that the store hears no more of them together than of so many."""
+
+
+def beat_of(world_size: int) -> float:
+    """Seconds between two heartbeats of a rank."""
+    return BEAT * max(1.0, world_size / MANY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +78,9 @@ class Watcher:
         step: Callable[[], int],
         saving: Callable[[], tuple[str, float] | None],
         idle: float = IDLE,
+        beat: float = BEAT,
     ) -> None:
-        self._store, self._rank, self._deadlines, self._idle = store, rank, deadlines, idle
+        self._store, self._rank, self._deadlines, self._idle, self._beat_s = store, rank, deadlines, idle, beat
         self._on_look, self._step, self._saving = on_look, step, saving
         self._condition = threading.Condition()
         self._wanted = self._done = 0
@@ -123,7 +132,7 @@ class Watcher:
 
     def acknowledge_stop(self) -> None:
         """Tell the others that this rank looks for requests before each of its steps."""
-        self._store.publish(f"stopping/{self._rank}", b"1")
+        self._store.add("stopping", 1)
 
     def hook_signals(self, signals: Sequence[signal.Signals]) -> None:
         """Take these signals: a byte in a pipe is written at once, wherever the main thread is."""
@@ -150,7 +159,7 @@ class Watcher:
         self._signal_pipe = None
 
     def _watch(self) -> None:
-        last_beat = -BEAT
+        last_beat = -self._beat_s
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: self._wanted > self._done or self._stopping, self._idle)
@@ -160,7 +169,7 @@ class Watcher:
             try:
                 self._read_signals()
                 self._look()
-                if time.monotonic() - last_beat >= BEAT:
+                if time.monotonic() - last_beat >= self._beat_s:
                     self._beat()
                     last_beat = time.monotonic()
             except RuntimeError as error:  # the store: a rank that hosts it may be gone
@@ -210,14 +219,14 @@ class Watcher:
         self._store.publish(f"beat/{self._rank}", json.dumps(beat).encode())
 
 
-def roll_call(store: Store, ranks: Sequence[int]) -> str:
+def roll_call(store: Store, ranks: Sequence[int], world_size: int) -> str:
     """What the first few of these ranks last said of themselves, for a message that names them, and whether they are silent now.
 
     Takes a little longer than a heartbeat, to hear whose heart still beats.
     """
     shown = list(ranks)[:5]
     before = {rank: store.look(f"beat/{rank}") for rank in shown}
-    time.sleep(1.25 * BEAT)
+    time.sleep(1.25 * beat_of(world_size))
     return "; ".join(last_seen(store, rank, before[rank]) for rank in shown)
 
 
@@ -235,28 +244,66 @@ def last_seen(store: Store, rank: int, before: bytes | None = None) -> str:
     )
 
 
-def say_goodbye(store: Store, rank: int, world_size: int, patience: float) -> None:
-    """Tell the others that this rank leaves, and wait until the first `world_size` ranks have said so, too.
+def say_goodbye(store: Store, rank: int, world_size: int, patience: float, waits: bool) -> None:
+    """Tell the others that this rank leaves and, if it `waits`, stay until all of them have said so, too.
 
-    A rank that is missing is waited for as long as its heart beats, and `patience` seconds longer. By now everything of this rank's
-    own is durable: a store that is gone costs nothing.
+    Rank 0 alone knows who is missing: it waits for such a rank as long as its heart beats, and `patience` seconds longer. The others
+    wait for rank 0's word, in the same way, so that no rank asks for every other. By now everything of this rank's own is durable:
+    a store that is gone costs nothing.
     """
+    try:
+        if waits and rank:
+            store.add("waiting", 1)
+        store.publish(f"goodbye/{rank}", b"1")
+        store.add("goodbyes", 1)
+        if not waits:
+            return
+        if rank:
+            _await_the_last(store, rank, world_size, patience)
+        else:
+            missing = _see_off(store, world_size, patience)
+            store.publish("all gone", b"1")
+            if missing:
+                seen = "; ".join(last_seen(store, r) for r in sorted(missing)[:5])
+                log.warning("rank %d leaves although %d others have not said goodbye: %s", rank, len(missing), seen)
+            end = time.monotonic() + 2 * poll_of(1, world_size) + 1.0  # the store may go with this process
+            while store.add("waiting", 0) > 0 and time.monotonic() < end:
+                time.sleep(POLL)
+    except RuntimeError as error:
+        log.warning("rank %d: the store is gone before all ranks have left: %s", rank, error)
+
+
+def _see_off(store: Store, world_size: int, patience: float) -> set[int]:
+    """On rank 0: until all have said goodbye; returns who has not, by the time that they have been silent for too long."""
     missing = set(range(world_size))
     beats: dict[int, bytes | None] = {}
-    end = time.monotonic() + patience
-    try:
-        store.publish(f"goodbye/{rank}", b"1")
-        while missing and time.monotonic() < end:
+    end, looked = time.monotonic() + patience, 0.0
+    while store.add("goodbyes", 0) < world_size:
+        now = time.monotonic()
+        if now > end:
+            return {r for r in missing if store.look(f"goodbye/{r}") is None}
+        if now - looked > min(BEAT, patience / 4):
+            looked = now
             missing = {r for r in missing if store.look(f"goodbye/{r}") is None}
             for r in missing:
                 if (beat := store.look(f"beat/{r}")) != beats.get(r):
                     beats[r], end = beat, time.monotonic() + patience
-            time.sleep(POLL if missing else 0)
-        if missing:
-            seen = "; ".join(last_seen(store, r) for r in sorted(missing)[:5])
-            log.warning("rank %d leaves although %d others have not said goodbye: %s", rank, len(missing), seen)
-    except RuntimeError as error:
-        log.warning("rank %d: the store is gone before all ranks have left: %s", rank, error)
+        time.sleep(POLL)
+    return set()
+
+
+def _await_the_last(store: Store, rank: int, world_size: int, patience: float) -> None:
+    """On another rank: until rank 0 has seen all of them off, or is silent for too long."""
+    beat: bytes | None = None
+    end = time.monotonic() + patience
+    while store.look("all gone") is None:
+        if (now := store.look("beat/0")) != beat:
+            beat, end = now, time.monotonic() + patience
+        if time.monotonic() > end:
+            log.warning("rank %d leaves although rank 0 has not said goodbye: %s", rank, last_seen(store, 0))
+            break
+        time.sleep(poll_of(rank, world_size))
+    store.add("waiting", -1)
 
 
 def _seen(number: int, frame: object) -> None:
