@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from holdfast.core.documents import canonical
-from holdfast.engine.deadlines import POLL, Deadlines, poll_of
+from holdfast.engine.deadlines import POLL, Deadlines, pauses, poll_of
 from holdfast.engine.store import Store
 from holdfast.errors import UsageError
 
@@ -295,14 +295,14 @@ def _see_off(store: Store, world_size: int, patience: float) -> set[int]:
 def _await_the_last(store: Store, rank: int, world_size: int, patience: float) -> None:
     """On another rank: until rank 0 has seen all of them off, or is silent for too long."""
     beat: bytes | None = None
-    end = time.monotonic() + patience
+    end, pause = time.monotonic() + patience, pauses(poll_of(rank, world_size))
     while store.look("all gone") is None:
         if (now := store.look("beat/0")) != beat:
             beat, end = now, time.monotonic() + patience
         if time.monotonic() > end:
             log.warning("rank %d leaves although rank 0 has not said goodbye: %s", rank, last_seen(store, 0))
             break
-        time.sleep(poll_of(rank, world_size))
+        time.sleep(next(pause))
     store.add("waiting", -1)
 
 
