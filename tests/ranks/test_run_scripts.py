@@ -40,13 +40,13 @@ def losses(folder: Path, rank: int) -> dict[str, float]:
     return dict(json.loads((folder / f"losses-{rank}.json").read_text()))
 
 
-@pytest.mark.parametrize(("version", "flags"), [(2, ["--state_dict", "--gather_in_hook"]), (1, ["--lora"])])
+@pytest.mark.parametrize(("version", "flags"), [(2, ["--state_dict", "--gather_in_hook", "--seedable"]), (1, ["--lora"])])
 def test_main_process_only(version: int, flags: list[str], tmp_path: Path) -> None:
     """Saves on rank 0 alone, also at the last step and after deleting; a slow export on rank 0 alone; the same run after a kill.
 
     Under FSDP2 the validation on rank 0 is made by all ranks in the run that is left alone, which changes nothing of it.
     """
-    steps = ["--max_train_steps", "12", "--limit", "1", *flags]
+    steps = ["--max_train_steps", "12", "--limit", "1", "--shuffle", "--plain", *flags]
     own = ("--validate", "all-ranks") if version == 2 else ()
     alone = run(tmp_path, "main_process_saves.py", "--output_dir", "alone", "--slow", "2", *steps, own=own, version=version)
     assert alone.returncode == 0, alone.stderr
@@ -57,6 +57,8 @@ def test_main_process_only(version: int, flags: list[str], tmp_path: Path) -> No
     checkpoint = open_checkpoint(tmp_path / "alone" / "checkpoint-12")
     assert (checkpoint.manifest.world_size, checkpoint.manifest.step) == (2, 12)
     expected = {n.removeprefix("model."): read_whole(checkpoint, n) for n in checkpoint.tensors if n.startswith("model.")}
+    plain = torch.load(tmp_path / "alone" / "plain.pt", weights_only=True)
+    assert plain.keys() == expected.keys() and all(torch.equal(plain[n], t) for n, t in expected.items())
     if "--lora" in flags:
         found = load_file(tmp_path / "alone" / "adapter.safetensors")
         expected = {n.replace(".default", ""): t for n, t in expected.items() if "lora_" in n}

@@ -20,10 +20,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer  # noqa: F401
 
 from holdfast.engine.export import Request, export_checkpoint
-from holdfast.integrations import cpu_ranks
+from holdfast.integrations import cpu_ranks, trainer_model
 from holdfast.integrations import trainer as engine
+from holdfast.integrations.stopping import StoppedBySignal
 from holdfast.testing import RankPool
-from holdfast.testing.pool import Died
+from holdfast.testing.pool import Died, RankFailure
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "trainer_lm.py"
 LINES = 30
@@ -80,8 +81,11 @@ def whole(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def killed_and_resumed(pool: RankPool, ranks: int, flags: dict[str, Any], mode: str, tmp_path: Path, resume: Any) -> None:
-    """A run left alone and one that is killed in step 5 give the same losses and the same final model."""
-    alone = {**flags, "output_dir": tmp_path / "alone"}
+    """A run left alone and one that is killed in step 5 give the same losses and the same final model.
+
+    The first one writes that on the main process alone.
+    """
+    alone = {**flags, "output_dir": tmp_path / "alone", "main_only": True}
     cut = {**flags, "output_dir": tmp_path / "cut"}
     expected = losses(pool.run(run_script, ranks, alone, {}, mode)[0])
     assert sorted(expected) == [1, 2, 3, 4, 5, 6]
@@ -100,6 +104,44 @@ def test_killed_and_resumed(pool: RankPool, llama_folder, text_file, tmp_path, v
     form = "FULL_STATE_DICT" if version == 1 else "SHARDED_STATE_DICT"
     flags = flags_for(llama_folder, text_file, tmp_path, **fsdp(version, form))
     killed_and_resumed(pool, 2, flags, "install", tmp_path, {"resume_from_checkpoint": True})
+
+
+def run_until_signalled(flags: dict[str, Any]) -> tuple[int | None, list[dict[str, Any]]]:
+    """As `holdfast run --resume_from_checkpoint latest`: the script itself tells the Trainer of no checkpoint."""
+    engine.resume_where_not_told = "latest"
+    try:
+        return None, run_script(flags, {}, "install")
+    except StoppedBySignal as stopped:
+        assert stopped.code == 0
+        engine.finish()
+        assert not engine.failures
+        return stopped.step, []
+
+
+def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_next_start_goes_on_by_itself(pool: RankPool, llama_folder, text_file, tmp_path):
+    flags = flags_for(llama_folder, text_file, tmp_path / "cut", **fsdp(2, "SHARDED_STATE_DICT"), max_steps=20, save_steps=100)
+    stopped = pool.run(run_until_signalled, 2, {**flags, "signal_at": 2})
+    step = stopped[0][0]
+    assert step is not None and 2 < step < 20
+    assert stopped[1][0] == step
+    assert [path.name for path in (tmp_path / "cut").glob("checkpoint-*")] == [f"checkpoint-{step}"]
+    assert json.loads((tmp_path / f"cut/checkpoint-{step}/trainer_state.json").read_text())["global_step"] == step
+    assert not (tmp_path / "cut/model.safetensors").exists()
+    resumed = pool.run(run_until_signalled, 2, flags)
+    expected = pool.run(run_script, 2, {**flags, "output_dir": tmp_path / "alone"}, {}, "install")
+    assert losses(resumed[0][1]) == losses(expected[0])
+    assert list(losses(expected[0])) == list(range(1, 21))
+
+
+def save_model_impatiently(flags: dict[str, Any]) -> None:
+    trainer_model.PATIENCE = 0.5
+    run_script(flags, {}, "install")
+
+
+def test_a_model_that_rank_0_alone_asks_for_in_the_middle_is_refused(pool: RankPool, llama_folder, text_file, tmp_path):
+    flags = flags_for(llama_folder, text_file, tmp_path, **fsdp(1, "FULL_STATE_DICT"), max_steps=3, model_at=2)
+    with pytest.raises(RankFailure, match=r"save_model\(\) was called here, and not on rank 1 within 0 s: during the training all ranks"):
+        pool.run(save_model_impatiently, 2, flags)
 
 
 def test_stream_and_accumulation_with_the_script_choosing_its_last_checkpoint(pool: RankPool, llama_folder, text_file, tmp_path):

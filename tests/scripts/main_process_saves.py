@@ -14,7 +14,7 @@ import time
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration, set_seed
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
 from torch import nn
@@ -54,7 +54,8 @@ def log_validation(model, accelerator, what):
 
 def main(args):
     config = ProjectConfiguration(project_dir=args.output_dir)
-    accelerator = Accelerator(gradient_accumulation_steps=args.gradient_accumulation_steps, project_config=config)
+    loading = DataLoaderConfiguration(use_seedable_sampler=args.seedable)
+    accelerator = Accelerator(gradient_accumulation_steps=args.gradient_accumulation_steps, project_config=config, dataloader_config=loading)
     logging.basicConfig(level="INFO")
     set_seed(7)
     if accelerator.is_main_process:
@@ -130,6 +131,8 @@ def main(args):
                         for old in found[: max(0, len(found) - args.limit + 1)]:
                             shutil.rmtree(os.path.join(args.output_dir, old))
                     accelerator.save_state(os.path.join(args.output_dir, f"checkpoint-{step}"))
+                    if args.plain:
+                        torch.save(unwrap(model).state_dict(), os.path.join(args.output_dir, "plain.pt"))
             if step == args.kill_at and step in losses and accelerator.process_index == args.kill_rank:
                 time.sleep(1)  # the save of this step is durable by then
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -169,6 +172,8 @@ if __name__ == "__main__":
     parser.add_argument("--slow", type=float, default=0)
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--state_dict", action="store_true")
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--seedable", action="store_true")
     parser.add_argument("--gather_in_hook", action="store_true")
     parser.add_argument("--no_validation", action="store_true")
     main(parser.parse_args())

@@ -1,7 +1,8 @@
 """Trains a causal language model on lines of text with transformers' Trainer, in the shape of the public scripts.
 
 It knows nothing of Holdfast, but that `--mixin` shows the form for those who may edit their script. `--die_at N` ends the process after
-step N, once its checkpoint is whole.
+step N, once its checkpoint is whole; `--signal_at N` sends SIGTERM to one rank after it, and `--main_only` asks for the model on the
+main process alone, `--model_at N` in the middle of the training.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ class Arguments:
     newest: bool = False
     mask: float = 0.15
     die_at: int = -1
+    signal_at: int = -1
+    model_at: int = -1
+    main_only: bool = False
     block: int = field(default=16)
     seen: str | None = None
 
@@ -48,6 +52,25 @@ class Dies(TrainerCallback):
             while not Path(args.output_dir, f"checkpoint-{self.step}", "trainer_state.json").is_file():
                 time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class IsSignalled(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        time.sleep(0.1)  # steps as long as those of a model that is not tiny
+        if state.global_step == self.step and not state.is_world_process_zero:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class SavesModel(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step and state.is_world_process_zero:
+            self.trainer.save_model()
 
 
 def main() -> None:
@@ -76,26 +99,28 @@ def main() -> None:
             labels[torch.rand(ids.shape) < own.mask] = -100
         return {"input_ids": ids, "labels": labels}
 
-    kind = Trainer
+    trainer_type = Trainer
     if own.mixin:
         from holdfast.integrations.trainer import HoldfastTrainerMixin
 
         class MyTrainer(HoldfastTrainerMixin, Trainer):
             pass
 
-        kind = MyTrainer
-    trainer = kind(
+        trainer_type = MyTrainer
+    trainer = trainer_type(
         model,
         args,
         train_dataset=data,
         eval_dataset=None if own.streaming or args.eval_strategy == "no" else data.select(range(8)),
         processing_class=tokenizer,
         data_collator=collate,
-        callbacks=[Dies(own.die_at)] if own.die_at >= 0 else [],
+        callbacks=[kind(step) for kind, step in ((Dies, own.die_at), (IsSignalled, own.signal_at), (SavesModel, own.model_at)) if step >= 0],
     )
+    SavesModel.trainer = trainer
     resume = get_last_checkpoint(args.output_dir) if own.newest else args.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model()
+    if trainer.is_world_process_zero() or not own.main_only:
+        trainer.save_model()
     trainer.save_state()
 
 

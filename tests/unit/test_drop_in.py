@@ -322,14 +322,14 @@ class Position:
         self.value = state["value"]
 
 
-def training(folder: Path, steps: int, resume: bool = False, engine: bool = True) -> tuple[list[float], int, list[torch.Tensor]]:
+def training(folder: Path, steps: int, resume: bool = False, engine: bool = True, shuffle: bool = False) -> tuple[list[float], int, list[torch.Tensor]]:
     """Two models with an optimizer each, a registered object, and accelerate's own names for checkpoints."""
     settings = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=1)
     accelerator = Accelerator(cpu=True, project_config=settings)
     torch.manual_seed(3)
     models = [torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)]
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in models]
-    loader = torch.utils.data.DataLoader(torch.arange(24.0).reshape(8, 3) / 24, batch_size=1)
+    loader = torch.utils.data.DataLoader(torch.arange(24.0).reshape(8, 3) / 24, batch_size=1, shuffle=shuffle)
     position = Position()
     accelerator.register_for_checkpointing(position)
     a, b, first, second, batches = accelerator.prepare(*models, *optimizers, loader)
@@ -360,12 +360,12 @@ def again() -> None:
         state._reset_state()
 
 
-def test_attach_keeps_everything_that_was_registered(tmp_path: Path, undone: None) -> None:
-    whole = training(tmp_path / "whole", 6)
+def test_attach_keeps_everything_that_was_registered_and_the_order_of_a_shuffled_epoch(tmp_path: Path, undone: None) -> None:
+    whole = training(tmp_path / "whole", 6, shuffle=True)
     again()
-    part = training(tmp_path / "part", 4)
+    part = training(tmp_path / "part", 4, shuffle=True)
     again()
-    rest = training(tmp_path / "part", 6, resume=True)
+    rest = training(tmp_path / "part", 6, resume=True, shuffle=True)
     assert part[0] + rest[0] == whole[0]
     assert rest[1] == 6
     assert all(torch.equal(x, y) for x, y in zip(rest[2], whole[2], strict=True))

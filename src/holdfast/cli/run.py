@@ -8,7 +8,7 @@ from typing import Literal
 
 from holdfast.errors import UsageError
 
-_TAKE_A_VALUE = ("--validate",)
+_TAKE_A_VALUE = ("--validate", "--resume_from_checkpoint", "--resume-from-checkpoint")
 
 
 @dataclass
@@ -21,6 +21,9 @@ class Run:
 
     validate: Literal["skip", "all-ranks"] = "skip"
     """What becomes of a forward of a sharded model that one rank makes alone: skipped, or made by all ranks where that is possible."""
+
+    resume_from_checkpoint: str | None = None
+    """For scripts whose Trainer is told of no checkpoint: `latest` takes the newest one that is whole, if there is one; or a path."""
 
     cpu_fsdp: bool = False
     """Shard over CPU ranks, on a machine without accelerators. HOLDFAST_CPU_FSDP=1 says the same."""
@@ -42,4 +45,6 @@ def run_script(options: Run, script: list[str]) -> int:
     if options.explain:
         print("\n".join(runner.explain(Path(script[0]))))
         return 0
-    return runner.run(Path(script[0]), script[1:], options.cpu_fsdp, options.validate == "all-ranks")
+    return runner.run(
+        Path(script[0]), script[1:], options.cpu_fsdp, options.validate == "all-ranks", options.resume_from_checkpoint
+    )

@@ -103,6 +103,8 @@ class Checkpointer:
         self.retention = Retention(keep_last, keep_every, keep_best, best)
         self.on_complete: Callable[[Save], None] = lambda save: None
         """Called on rank 0's service thread with each save that is complete, before older checkpoints are removed."""
+        self.stop_folder: Callable[[int], str] = folder_of
+        """Where the checkpoint goes with which a stop by a signal ends, by its step."""
         self._deadlines = deadlines or Deadlines()
         self._registered = register(model, optimizer, lr_scheduler, dataloader, scaler, extra, base)
         self._rank, self._world_size = self._registered.rank, self._registered.world_size
@@ -112,24 +114,15 @@ class Checkpointer:
             raise UsageError("one_caller and stop_signals count optimizer steps: give the Checkpointer its optimizer")
         self._connections = Connections(self._world_size, self._deadlines.store)
         training_store, service_store, watcher_store = (self._connections.another() for _ in range(3))
-        self._storage, self._run, self._lease = meet(
-            folder, training_store, self._rank, self._world_size, self._deadlines
-        )
+        self._storage, self._run, self._lease = meet(folder, training_store, self._rank, self._world_size, self._deadlines)
         self._store = Below(training_store, self._run.nonce)
         self._resumes = 0
         self._reported = 0
         self._gate = Gate(self._registered.optimizers, self._deadlines.capture)
         self._service = Service(
-            self._storage,
-            Below(service_store, self._run.nonce),
-            self._run,
-            self._rank,
-            self._world_size,
-            self._deadlines,
-            before_commit=self._lease.check if self._lease is not None else _nothing,
-            after_commit=self._after_commit,
-            read_back=read_back,
-        )
+            self._storage, Below(service_store, self._run.nonce), self._run, self._rank, self._world_size, self._deadlines,
+            before_commit=self._lease.check if self._lease is not None else _nothing, after_commit=self._after_commit, read_back=read_back,
+        )  # fmt: skip
         self._registered.bases.prepare(first)
         self._saver = Saver(self._registered, self._run, self._gate, self._service, self._deadlines, overlap, staging_limit, when_busy)
         self._gate.first_steps_made = self._saver.warm_up
@@ -141,7 +134,7 @@ class Checkpointer:
             Below(watcher_store, self._run.nonce), self._rank, self._deadlines, on_look=self._after_look,
             step=self._step_now, saving=lambda: self._service.doing, idle=idle, beat=beat,
         )  # fmt: skip
-        self._one_caller, self._stopping, self._led = one_caller, False, False
+        self._one_caller, self._stopping, self._led, self._before = one_caller, False, False, 0
         self._calls: OneCaller | None = None
         self._asked: Counter[tuple[bytes, str]] = Counter()
         if one_caller:
@@ -267,6 +260,13 @@ class Checkpointer:
         )
         self._gate.before_step, self._gate.before_change = self._calls.before_step, self._calls.before_change
 
+    def listen(self) -> None:
+        """From now on any rank may be the only one to call `save`, as with `one_caller`; all ranks call this after the same step."""
+        if not self._one_caller:
+            self._one_caller, self._before = True, len(self.saves)
+            if self._calls is None:
+                self._listen()
+
     def _ask(self, calls: OneCaller, wish: Request, started: float) -> Save:
         """Ask all ranks for a checkpoint of this boundary, or join in what another rank has asked for."""
         steps = dict(self._gate.steps)
@@ -283,9 +283,9 @@ class Checkpointer:
             if request is None and time.monotonic() > end:
                 raise DeadlineExceeded(f"rank {self._rank}: another rank asked for a save of step {wish.step}, and its request never came")
         if calls.take(request):
-            return self._saver.save(request, started)
+            return self._saver.save(self._numbered(request), started)
         while True:  # the watcher was faster
-            save = next((s for s in list(self.saves) if s.index == request.index), None)
+            save = next((s for s in list(self.saves) if s.index == self._numbered(request).index), None)
             if save is not None:
                 return save
             if time.monotonic() > end:
@@ -294,12 +294,21 @@ class Checkpointer:
 
     def _serve(self, request: Request, note: Note | None, held: Capture | None) -> None:
         try:
-            self._saver.save(_last(request), time.perf_counter(), note, held)
+            self._saver.save(self._numbered(request), time.perf_counter(), note, held)
         except (HoldfastError, OSError) as error:  # told to all ranks already: the training of this one goes on
             log.error("rank %d cannot take part in the save of step %d: %s", self._rank, request.step, error)
 
     def _refuse(self, request: Request, why: str) -> None:
-        self._saver.refuse(_last(request), why)
+        self._saver.refuse(self._numbered(request), why)
+
+    def _numbered(self, request: Request) -> Request:
+        """Requests are counted from 1: after what all ranks saved together, and one to stop is the last save of its run."""
+        return replace(request, index=request.index + (STOP_INDEX if request.stop else self._before))
+
+    @property
+    def stop_called(self) -> bool:
+        """Whether this rank has heard that one of them received one of `stop_signals`."""
+        return self._stopping
 
     @property
     def should_stop(self) -> bool:
@@ -330,7 +339,7 @@ class Checkpointer:
         self._led = True
         first, count = next(iter(self._gate.steps.items()))
         step = self._step_now() + 2
-        self._watcher.post(Request(0, step, {first: count + 2}, -1, 0, stop=True, folder=folder_of(step)))
+        self._watcher.post(Request(0, step, {first: count + 2}, -1, 0, stop=True, folder=self.stop_folder(step)))
 
     def _step_now(self) -> int:
         """Optimizer steps done, in the caller's count."""
@@ -433,11 +442,6 @@ class Checkpointer:
     def _say(self, line: str, level: int = logging.INFO) -> None:
         if self._rank == 0:
             log.log(level, "%s", line)
-
-
-def _last(request: Request) -> Request:
-    """A request to stop is the last save of its run."""
-    return replace(request, index=request.index + STOP_INDEX) if request.stop else request
 
 
 def _nothing() -> None:

@@ -29,7 +29,7 @@ from holdfast.engine.firstbatch import become
 from holdfast.engine.lease import Lease
 from holdfast.engine.names import unwrap
 from holdfast.engine.registration import usable_folder
-from holdfast.engine.resume import survey, tidy
+from holdfast.engine.resume import folder_of, survey, tidy
 from holdfast.engine.service import Save
 from holdfast.errors import (
     CheckpointError,
@@ -46,12 +46,15 @@ from holdfast.integrations.presence import Presence
 from holdfast.integrations.script_hooks import Hooks
 from holdfast.integrations.script_state import Counters, ScriptFolder, Sized
 from holdfast.integrations.shared_forward import SharedForwards
+from holdfast.integrations.stopping import StoppedBySignal, stop_signals
 from holdfast.storage import LocalFolder
 
 logger = logging.getLogger("holdfast")
 
 DEADLINES = Deadlines(handshake=3600, agreement=1800, commit=1800)
 """Scripts prepare for long on one rank, and nobody is there to be told of a slow disk."""
+
+_FOLLOWED = "_holdfast_followed"
 
 LEFT_ALONE = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 """Distributed types whose state is not the ranks' own tensors."""
@@ -72,6 +75,7 @@ class Attached:
         self.failed: HoldfastError | None = None
         self._folder = folder
         self._resumed_from: Path | None = None
+        self._resumed_at = 0
         self._watched: set[int] = set()
         self._generators: Any = None
         self._wanted_types: dict[int, Any] = {}
@@ -80,34 +84,44 @@ class Attached:
 
     def prepared(self) -> None:
         """After each `prepare`: look after what is new."""
-        for loader in self.accelerator._dataloaders:
-            self._follow(loader)
+        for number, loader in enumerate(self.accelerator._dataloaders):
+            self._follow(loader, number)
         sharded = [m for m in self.accelerator._models if handover.is_sharded(m) and id(m) not in self._watched]
         for model in sharded:
             self._watched.add(id(model))
             self.forwards.watch(model)
             handover.name_as_before(model)
-            for module in (model, unwrap(model)):
+            for module in {id(m): m for m in (model, unwrap(model))}.values():
                 self._keep_in_place(module)
+                self._give_whole_to_one(module)
         if sharded:
             self.forwards.wrap_script()
 
-    def _follow(self, loader: Any) -> None:
+    def follow_rest(self, rest: Any, of: Any) -> None:
+        """The same for what is left of a prepared loader."""
+        number = next((n for n, d in enumerate(self.accelerator._dataloaders) if d is of), None)
+        if number is not None:
+            self._follow(rest, number)
+
+    def _follow(self, loader: Any, number: int) -> None:
         """Have a loader say when it is iterated, and put generators back after its first batch of a resumed run."""
-        if id(loader) in self._watched:
+        if _FOLLOWED in loader.__dict__:
             return
-        self._watched.add(id(loader))
+        loader.__dict__[_FOLLOWED] = True
         kind = type(loader)
 
         def batches(this: Any) -> Any:
+            self._stop_here()
             if self.presence is not None and all(m.training for m in self.accelerator._models):
                 self.forwards.mark()
             generators, self._generators = self._generators, None
-            for batch in kind.__iter__(this):
-                if generators is not None:
-                    rng.restore(generators, "generators")
-                    generators = None
-                yield batch
+            with self.counters.orders.epoch(number, this):
+                for batch in kind.__iter__(this):
+                    if generators is not None:
+                        rng.restore(generators, "generators")
+                        generators = None
+                    yield batch
+                    self._stop_here()
 
         def iterate(this: Any) -> Any:
             if self.checkpointer is None and self.accelerator._optimizers and any(d is this for d in self.accelerator._dataloaders):
@@ -129,6 +143,19 @@ class Attached:
             return module
 
         module.__dict__["to"] = to
+
+    def _give_whole_to_one(self, module: nn.Module) -> None:
+        """`module.state_dict()` on one rank alone gathers, or holds one rank's pieces: there it is the whole one, handed over."""
+        own = module.state_dict
+
+        def state_dict(*args: Any, prefix: str = "", **kwargs: Any) -> Any:
+            for_a_parent = bool(args) or kwargs.get("destination") is not None
+            if for_a_parent or self.presence is None or self.presence.all_call():
+                return own(*args, prefix=prefix, **kwargs)
+            found = self.whole(module)
+            return found if not prefix or found is None else {prefix + name: found[name] for name in found}
+
+        module.__dict__["state_dict"] = state_dict
 
     # -- the engine
 
@@ -152,8 +179,10 @@ class Attached:
                 scaler=a.scaler,
                 extra={"accelerate": self.counters, **custom},
                 one_caller=True,
+                stop_signals=stop_signals(),
                 deadlines=DEADLINES,
             )
+            self.checkpointer.stop_folder = self._named_like_the_last
             self.hand_over = handover.HandOver(self.checkpointer, self.storage, a.process_index, DEADLINES.commit)
             bare_optimizer(a._optimizers[0], "optimizer").register_step_post_hook(self._stepped)
             if a.num_processes > 1:
@@ -219,6 +248,25 @@ class Attached:
         settings.iteration += 1
         return str(output_dir)
 
+    def _named_like_the_last(self, step: int) -> str:
+        """Where the script itself would save this step, as far as its last save tells; diffusers' scripts look for `checkpoint-N`."""
+        last = self.saves()[-1:]
+        folder = Path(last[0].folder) if last and not last[0].folder.startswith("/") else self._resumed_from
+        if folder is None or not folder.name.endswith(str(last[0].step if last else self._resumed_at)):
+            return folder_of(step)
+        named = re.sub(r"\d+$", str(step), folder.name)
+        return self.storage.name_of(folder.with_name(named)) if folder.is_absolute() else folder.with_name(named).as_posix()
+
+    def _stop_here(self) -> None:
+        """Where the loop asks for its next batch: the ranks end here, if they were told to, and all of them at this step."""
+        if self.checkpointer is None or not self.checkpointer.should_stop:
+            return
+        save = self.checkpointer.saves[-1]
+        if self.accelerator.is_main_process:
+            self.hooks.before_save(self.storage.root / save.folder)
+            logger.warning("stopped by a signal after step %d: %s; start again to go on from there", save.step, self.storage.root / save.folder)
+        raise StoppedBySignal(save.step)
+
     def load_state(self, input_dir: str | os.PathLike[str] | None) -> None:
         checkpointer = self.ready()
         if input_dir is None:
@@ -226,7 +274,7 @@ class Attached:
         path = Path(os.path.expanduser(input_dir)).absolute()
         self.hooks.before_load(path)
         try:
-            checkpointer.resume(path)
+            self._resumed_at = checkpointer.resume(path)
         except (CorruptCheckpoint, CheckpointNotFound) as error:
             raise self._set_aside(path, error) from error
         self._resumed_from = path

@@ -111,7 +111,7 @@ def _skip_first_batches(original: Any, self: Any, dataloader: Any, *args: Any, *
     rest = original(self, dataloader, *args, **kwargs)
     attached = attached_to(self)
     if attached is not None and rest is not dataloader:
-        attached._follow(rest)
+        attached.follow_rest(rest, dataloader)
     return rest
 
 
@@ -128,7 +128,7 @@ def _owner(module: Any) -> Attached | None:
 
 def _save_pretrained(original: Any, self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
     attached = _owner(self)
-    if attached is None or kwargs.get("state_dict") is not None or ("state_dict" in self.__dict__ and not attached.hooks.running):
+    if attached is None or kwargs.get("state_dict") is not None or handover.is_given(self):
         return original(self, save_directory, *args, **kwargs)
     if attached.hooks.running:  # its weights are in the checkpoint beside
         return None
@@ -146,7 +146,7 @@ def _peft_state_dict(original: Any, model: Any, state_dict: Any = None, *args: A
     if attached is None:
         return original(model, state_dict, *args, **kwargs)
     if state_dict is None:
-        state_dict = model.state_dict() if "state_dict" in model.__dict__ else attached.whole(model)
+        state_dict = model.state_dict() if handover.is_given(model) or attached.hooks.running else attached.whole(model)
     # peft looks for its layers by the names that they have now, between FSDP1's wrappers.
     names = handover.names_between_wrappers(model)
     found = original(model, {names(k): v for k, v in state_dict.items()}, *args, **kwargs)

@@ -147,8 +147,25 @@ def state_dict_of(module: nn.Module, state: dict[str, torch.Tensor]) -> Iterator
         destination.update(found)
         return destination
 
-    module.__dict__["state_dict"] = state_dict
+    state_dict.given = True  # type: ignore[attr-defined]
+    with put_in(module, "state_dict", state_dict):
+        yield
+
+
+def is_given(module: nn.Module) -> bool:
+    """Whether this is inside `state_dict_of` for the module."""
+    return getattr(module.__dict__.get("state_dict"), "given", False)
+
+
+@contextlib.contextmanager
+def put_in(module: nn.Module, name: str, function: Callable[..., object]) -> Iterator[None]:
+    """While this lasts, `function` is the module's method of that name."""
+    before = module.__dict__.get(name)
+    module.__dict__[name] = function
     try:
         yield
     finally:
-        del module.__dict__["state_dict"]
+        if before is None:
+            del module.__dict__[name]
+        else:
+            module.__dict__[name] = before

@@ -34,6 +34,9 @@ SILENCE = 120.0
 Counts = tuple[int, int]
 """Training forwards entered, and since then barriers and rounds through loaders."""
 
+Place = tuple[int, int, int]
+"""Counts, and which call since they changed; 0 for a forward."""
+
 
 class Presence:
     """One rank's counts, and the thread that tells them. `store` is a connection of its own for each of two threads."""
@@ -41,8 +44,8 @@ class Presence:
     def __init__(self, ask_store: Store, tell_store: Store, rank: int, world_size: int) -> None:
         self._ask, self._tell = ask_store, tell_store
         self.rank, self.world_size = rank, world_size
-        self._forwards = self._marks = self._barriers = 0
-        self._arrived: Counts | None = None
+        self._forwards = self._marks = self._barriers = self._calls = 0
+        self._arrived: Place | None = None
         self._ended = False
         self._decided: dict[Counts, bool] = {}
         self._stop = threading.Event()
@@ -56,11 +59,12 @@ class Presence:
     def forward(self) -> None:
         """A training forward begins."""
         self._forwards += 1
-        self._marks = 0
+        self._marks = self._calls = 0
 
     def mark(self) -> None:
         """Something else begins that all ranks do, between two training forwards."""
         self._marks += 1
+        self._calls = 0
 
     def end(self) -> None:
         """This rank makes no further forward."""
@@ -76,12 +80,19 @@ class Presence:
         if self.world_size == 1:
             return True
         if counts not in self._decided:
-            self._arrived = counts
-            self._decided[counts] = self._find_out(counts)
+            self._decided[counts] = self._find_out((*counts, 0))
         return self._decided[counts]
 
-    def _find_out(self, counts: Counts) -> bool:
-        key = f"script/together/{counts[0]}/{counts[1]}"
+    def all_call(self) -> bool:
+        """Whether all ranks make the call that this one is about to make; asked anew for each."""
+        if self.world_size == 1:
+            return True
+        self._calls += 1
+        return self._find_out((*self.counts, self._calls))
+
+    def _find_out(self, place: Place) -> bool:
+        self._arrived = place
+        key = f"script/together/{'/'.join(map(str, place))}"
         end = time.monotonic() + PATIENCE
         self._ask.add("script/questions", 1)
         try:
@@ -90,8 +101,8 @@ class Presence:
                 if decided is not None:
                     return decided == b"1"
                 others = [self._where(r) for r in range(self.world_size) if r != self.rank]
-                alone = time.monotonic() > end or any(_gone(counts, other) for other in others)
-                if alone or all(other is not None and other["arrived"] == list(counts) for other in others):
+                alone = time.monotonic() > end or any(_gone(place[:2], other) for other in others)
+                if alone or all(other is not None and other["arrived"] == list(place) for other in others):
                     return self._ask.claim(key, b"0" if alone else b"1") == b"1"
                 time.sleep(POLL)
         finally:

@@ -18,8 +18,10 @@ logger = logging.getLogger("holdfast")
 _OUTPUT = ("--output_dir", "--output-dir")
 
 
-def run(script: Path, arguments: list[str], cpu_fsdp: bool = False, validate_on_all_ranks: bool = False) -> int:
+def run(script: Path, arguments: list[str], cpu_fsdp: bool = False, validate_on_all_ranks: bool = False, resume: str | None = None) -> int:
     """Run the script as `python SCRIPT ARGUMENTS` would; returns the exit code.
+
+    `resume` is what a Trainer takes that the script tells of no checkpoint: `latest`, or a path.
 
     Raises:
         UsageError: there is no such script, or what has to be replaced is not there; nothing was run.
@@ -27,6 +29,8 @@ def run(script: Path, arguments: list[str], cpu_fsdp: bool = False, validate_on_
     """
     if not script.is_file():
         raise UsageError(f"there is no script {script}: holdfast run SCRIPT [its arguments]")
+    if resume not in (None, "latest") and not Path(resume).is_dir():
+        raise UsageError(f"--resume_from_checkpoint {resume}: there is no such folder; `latest` takes the newest one of the output folder")
     _log_lines()
     cpu_ranks.join_without_accelerator()
     if cpu_ranks.requested(cpu_fsdp):
@@ -37,6 +41,7 @@ def run(script: Path, arguments: list[str], cpu_fsdp: bool = False, validate_on_
     drop_in.folder = _output_folder(arguments)
     drop_in.install()
     trainer.install()
+    trainer.resume_where_not_told = resume
     with _as_main(script, arguments):
         try:
             runpy.run_path(str(script), run_name="__main__")
@@ -82,6 +87,8 @@ def _finish() -> int:
     """Close what the script did not, and report."""
     from holdfast.integrations import drop_in, trainer
 
+    if trainer.resume_where_not_told is not None and not trainer.asked:
+        logger.warning("holdfast run: --resume_from_checkpoint had no effect: it is for a Trainer that is told of no checkpoint; use the script's own flag")
     lines = trainer.finish()
     for attached in drop_in.everybody:
         attached.close()

@@ -86,8 +86,7 @@ class Hooks:
         with ExitStack() as stack:
             for module in {id(m): m for model in sharded for m in (model, unwrap(model))}.values():
                 for name in ("state_dict", "load_state_dict"):
-                    module.__dict__[name] = touched
-                    stack.callback(module.__dict__.pop, name)
+                    stack.enter_context(handover.put_in(module, name, touched))
             try:
                 yield
             finally:

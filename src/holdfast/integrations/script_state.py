@@ -14,6 +14,7 @@ import torch
 from holdfast.core.manifest import MANIFEST_FILE
 from holdfast.engine.resume import survey
 from holdfast.errors import CheckpointNotFound
+from holdfast.integrations.script_order import Orders
 from holdfast.storage import LocalFolder
 
 
@@ -36,24 +37,23 @@ class Counters:
         self._accelerator = accelerator
         self.steps = 0
         self._step = accelerator.step
+        self.orders = Orders(accelerator)
+        self._loaders: list[dict[str, Any]] | None = None
 
     def stepped(self) -> None:
         self.steps += 1
         self._step = self._accelerator.step
+        self._loaders = self.orders.state()
 
     def state_dict(self) -> dict[str, Any]:
-        a = self._accelerator
-        epochs = [int(getattr(d, "iteration", 0)) for d in a._dataloaders]
-        return {"step": self._step, "epochs": epochs, "steps": self.steps}
+        loaders = self.orders.state() if self._loaders is None else self._loaders
+        return {"step": self._step, "loaders": loaders, "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        a = self._accelerator
-        a.step = self._step = state["step"]
+        self._accelerator.step = self._step = state["step"]
         self.steps = state["steps"]
-        if len(state["epochs"]) == len(a._dataloaders):
-            for loader, epoch in zip(a._dataloaders, state["epochs"], strict=True):
-                if hasattr(loader, "iteration"):
-                    loader.iteration = epoch
+        self._loaders = list(state.get("loaders", []))
+        self.orders.load(self._loaders)
 
     def resumed(self, folder: Path) -> None:
         """Go on after this folder where accelerate gives the names: the next one of its own would be there already."""

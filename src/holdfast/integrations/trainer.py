@@ -21,7 +21,8 @@ from typing import Any
 from holdfast.errors import HoldfastError
 from holdfast.integrations import replacements
 from holdfast.integrations.replacements import Replaced, Replacement
-from holdfast.integrations.trainer_engine import NEWEST, TrainerEngine, is_native
+from holdfast.integrations.stopping import StoppedBySignal
+from holdfast.integrations.trainer_engine import LATEST, NEWEST, TrainerEngine, is_native
 from holdfast.integrations.trainer_folders import get_last_checkpoint as get_last_checkpoint
 
 logger = logging.getLogger("holdfast")
@@ -31,6 +32,12 @@ everybody: list[TrainerEngine] = []
 
 failures: list[HoldfastError] = []
 """Of last checkpoints that did not become complete, once `finish` has been called."""
+
+resume_where_not_told: str | None = None
+"""What a Trainer takes that is told of no checkpoint: a path, `latest`, or nothing."""
+
+asked: set[Path] = set()
+"""Output folders for which that was asked: a second `train()` in one process goes on from the first, and not from a checkpoint."""
 
 _ENGINE, _WISH, _LOADER, _BATCHES, _SAID = (f"_holdfast_{name}" for name in ("engine", "wish", "loader", "batches", "said"))
 
@@ -66,8 +73,16 @@ def _train(original: Any, self: Any, resume_from_checkpoint: Any = None, *args: 
         return original(self, resume_from_checkpoint, *args, **kwargs)
     if isinstance(resume_from_checkpoint, str) and resume_from_checkpoint.lower() in ("true", "false"):
         resume_from_checkpoint = resume_from_checkpoint.lower() == "true"  # as a script's flag gives it
-    self.__dict__[_WISH] = resume_from_checkpoint or None
+    self.__dict__[_WISH] = resume_from_checkpoint or _not_told(self)
     return original(self, None, *args, **kwargs)
+
+
+def _not_told(self: Any) -> str | None:
+    output = Path(self.args.output_dir).absolute()
+    if resume_where_not_told is None or output in asked:
+        return None
+    asked.add(output)
+    return resume_where_not_told
 
 
 def _inner_training_loop(original: Any, self: Any, batch_size: Any = None, args: Any = None, resume_from_checkpoint: Any = None, *rest: Any, **kwargs: Any) -> Any:
@@ -75,9 +90,11 @@ def _inner_training_loop(original: Any, self: Any, batch_size: Any = None, args:
         return original(self, batch_size, args, resume_from_checkpoint, *rest, **kwargs)
     _let_go(self)
     wish = self.__dict__.get(_WISH)
-    told = str(self.args.output_dir) if wish is NEWEST else wish  # only whether there is one counts from here on
+    told = str(self.args.output_dir) if wish in (NEWEST, LATEST) else wish  # only whether there is one counts from here on
     try:
         return original(self, batch_size, args, told, *rest, **kwargs)
+    except StoppedBySignal:
+        raise
     except BaseException:
         engine = engine_of(self)
         if engine is not None:
@@ -147,6 +164,14 @@ def _save_checkpoint(original: Any, self: Any, model: Any, trial: Any) -> None:
     engine.save()
 
 
+def _maybe_log_save_evaluate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    engine = engine_of(self)
+    if engine is not None:
+        engine.stop_if_told()
+    return result
+
+
 def _load_best_model(original: Any, self: Any) -> None:
     engine, best = engine_of(self), self.state.best_model_checkpoint
     if engine is not None:
@@ -161,7 +186,7 @@ def _load_best_model(original: Any, self: Any) -> None:
 def _finalize_training(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     engine = engine_of(self)
     if engine is not None:
-        engine.settle()
+        engine.trained()
     return original(self, *args, **kwargs)
 
 
@@ -185,6 +210,7 @@ TABLE = (
     Replacement("transformers:Trainer._run_epoch", (), "batches that are done are skipped, or the loader is put to its place"),
     Replacement("transformers:Trainer._load_rng_state", ("checkpoint",), "generators go back to where they stood"),
     Replacement("transformers:Trainer._save_checkpoint", ("model", "trial"), "a checkpoint of all ranks; returns when the state is copied"),
+    Replacement("transformers:Trainer._maybe_log_save_evaluate", (), "the run ends here after a signal, with a checkpoint of all ranks"),
     Replacement("transformers:Trainer._load_best_model", (), "each rank reads its own part of the best weights"),
     Replacement("transformers:Trainer._finalize_training", (), "waits for the last checkpoint"),
     Replacement("transformers:Trainer.save_model", ("output_dir",), "whole weights of a sharded model, streamed by one rank with no collective"),
@@ -201,6 +227,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "_run_epoch": _run_epoch,
     "_load_rng_state": _load_rng_state,
     "_save_checkpoint": _save_checkpoint,
+    "_maybe_log_save_evaluate": _maybe_log_save_evaluate,
     "_load_best_model": _load_best_model,
     "_finalize_training": _finalize_training,
     "save_model": _save_model,
@@ -212,8 +239,10 @@ class HoldfastTrainerMixin:
 
     `trainer.train(resume_from_checkpoint=True)` takes the newest checkpoint that every rank finds whole, a path takes that one; both
     may be of a Trainer without the mixin. `save_total_limit`, `load_best_model_at_end`, `save_only_model` and callbacks mean what
-    they mean to the Trainer. `trainer.save_model()` writes whole weights under FSDP, whatever the state dict type. Importing
-    transformers' `get_last_checkpoint` gives, once such a class exists, the newest checkpoint that is whole.
+    they mean to the Trainer. `trainer.save_model()` writes whole weights under FSDP, whatever the state dict type; after the training
+    rank 0 may be the only one to call it. Importing transformers' `get_last_checkpoint` gives, once such a class exists, the newest
+    checkpoint that is whole. After SIGTERM to any rank all of them save and stop at one step: `train()` raises `StoppedBySignal`,
+    which ends the program with exit code 0; a program that has a handler of its own for the signal keeps it.
 
     Raises:
         UsageError: there is nothing to resume from.

@@ -39,6 +39,7 @@ from holdfast.engine.retention import Complete, Retention
 from holdfast.engine.service import Save
 from holdfast.errors import DeadlineExceeded, HoldfastError, SaveFailed, UsageError
 from holdfast.integrations import handover, trainer_model
+from holdfast.integrations.stopping import StoppedBySignal, stop_signals
 from holdfast.integrations.trainer_data import Continuation, has_position
 from holdfast.integrations.trainer_folders import STATE, newest_foreign
 from holdfast.storage import LocalFolder
@@ -50,6 +51,9 @@ DEADLINES = Deadlines(handshake=3600, agreement=1800, commit=1800)
 
 NEWEST = True
 """The wish for the newest checkpoint in the output folder."""
+
+LATEST = "latest"
+"""The same, where there may be none yet."""
 
 SAMPLES, PLACE, AHEAD = "holdfast_samples_per_step", "holdfast_samples_of_epoch", "holdfast_read_ahead"
 """Beside the Trainer's own keys in its saved state: samples of all ranks in one optimizer step, and those of the epoch that are done;
@@ -68,6 +72,7 @@ class TrainerEngine:
         self.remembered = _TrainerState(trainer, batches_in_epoch, self.continuation)
         self._beside: dict[int, bytes] = {}
         self._exports = 0
+        self.is_trained = False
         if trainer.args.process_index == 0:  # at the very end, when nobody has called `close`
             atexit.register(shutil.rmtree, root / trainer_model.FOLDER, ignore_errors=True)
         self.checkpointer = Checkpointer(
@@ -79,6 +84,7 @@ class TrainerEngine:
             dataloader=loader if keeps_position else None,
             extra={"trainer_state": self.remembered},
             base=_base(trainer),
+            stop_signals=stop_signals(),
             deadlines=DEADLINES,
         )
         self.checkpointer.retention = TrainerRetention(trainer)
@@ -95,10 +101,12 @@ class TrainerEngine:
         """Optimizer steps done; None for a run from the beginning."""
         if wish is None:
             return None
-        path = Path(str(wish)).absolute() if wish is not NEWEST else self._agree(lambda: newest_foreign(self.root))
+        path = Path(str(wish)).absolute() if wish not in (NEWEST, LATEST) else self._agree(lambda: newest_foreign(self.root))
         step = self.checkpointer.resume(path)
         if self.remembered.loaded is not None:
             return step
+        if wish == LATEST:
+            return None
         if wish is NEWEST:
             raise UsageError(f"there is no checkpoint in {self.root} to resume from: leave resume_from_checkpoint out, or give its path")
         raise UsageError(f"{path} is no checkpoint of a Trainer: it has no {STATE}")
@@ -203,6 +211,32 @@ class TrainerEngine:
                 logger.error("the save of step %d is still not done", save.step)
         self._tell_failed()
 
+    def stop_if_told(self) -> None:
+        """After each step: a run that a signal stops has its last checkpoint made here, by all ranks.
+
+        Raises:
+            StoppedBySignal: it is complete.
+        """
+        step = int(self.trainer.state.global_step)
+        if not self.checkpointer.stop_called or step >= self.trainer.state.max_steps:
+            return
+        self._note_best()
+        self.trainer.state.stateful_callbacks = _callback_states(self.trainer)
+        if self.trainer.args.process_index == 0:
+            self._beside[step] = _as_json(dataclasses.asdict(self.trainer.state)).encode()
+        if self.checkpointer.should_stop:
+            self.settle()
+            if self.trainer.args.process_index == 0:
+                logger.warning("stopped by a signal after step %d: start again with resume_from_checkpoint to go on from there", step)
+            raise StoppedBySignal(step)
+
+    def trained(self) -> None:
+        """After the last step: waits for its checkpoint. From here on any rank may be the only one to ask for the model."""
+        self.settle()
+        if self.shards and self.trainer.args.world_size > 1:
+            self.checkpointer.listen()
+            self.is_trained = True
+
     def _tell_failed(self) -> None:
         """The training goes on after a save that failed: its error was logged by the engine, and is no news at the end."""
         try:
@@ -222,7 +256,8 @@ class TrainerEngine:
             return
         self._tell_failed()
         self._exports += 1
-        trainer_model.write_sharded(self.trainer, self.checkpointer, self.root, target, self._exports, DEADLINES.commit)
+        others = not self.is_trained
+        trainer_model.write_sharded(self.trainer, self.checkpointer, self.root, target, self._exports, DEADLINES.commit, others)
 
     def load_weights(self, folder: Path) -> None:
         """The weights of a native checkpoint into the model; nothing else changes."""

@@ -28,6 +28,9 @@ from holdfast.errors import DeadlineExceeded, SaveFailed
 FOLDER = ".holdfast-model"
 """Below the run's folder: the small files of the model, and what is on its way. The next run starts it anew."""
 
+PATIENCE = 300.0
+"""Seconds in which all ranks have to call for a model during the training: less than the limit of the collective that they would be in."""
+
 SILENCE = 120.0
 """Seconds without a heartbeat after which rank 0 is not waited for any more."""
 
@@ -61,13 +64,19 @@ def write_small_files(trainer: Any, folder: Path) -> None:
         tokenizer.save_pretrained(str(folder))
 
 
-def write_sharded(trainer: Any, checkpointer: Checkpointer, root: Path, target: Path, number: int, patience: float) -> None:
-    """Write the whole model to `target`; every rank calls this, and returns when it is there.
+def write_sharded(
+    trainer: Any, checkpointer: Checkpointer, root: Path, target: Path, number: int, patience: float, in_training: bool
+) -> None:
+    """Write the whole model to `target`; every rank calls this, and returns when it is there. After the training, rank 0 alone may.
 
     Raises:
         SaveFailed: a rank could not hand over its part, or rank 0 could not write; on all ranks.
+        DeadlineExceeded: a rank that has to call this did not.
     """
     rank, store = int(trainer.args.process_index), checkpointer.peers()
+    store.publish(f"script/model/{number}/{rank}", b"1")
+    if in_training:
+        _meet(store, number, int(trainer.args.world_size))
     folder, key = f"{FOLDER}/shards-{number}", f"script/model/{number}"
     (root / FOLDER).mkdir(parents=True, exist_ok=True)
     save = checkpointer.save(int(trainer.state.global_step), folder=folder, weights_only=True)
@@ -85,6 +94,22 @@ def write_sharded(trainer: Any, checkpointer: Checkpointer, root: Path, target: 
         raise
     store.publish(key, b"{}")
     shutil.rmtree(root / folder, ignore_errors=True)
+
+
+def _meet(store: Store, number: int, world_size: int) -> None:
+    """Until all ranks have called for the model as often.
+
+    Raises:
+        DeadlineExceeded: some have not; it names them, and what to do.
+    """
+    missing, end = list(range(world_size)), time.monotonic() + PATIENCE
+    while missing := [r for r in missing if store.look(f"script/model/{number}/{r}") is None]:
+        if time.monotonic() > end:
+            raise DeadlineExceeded(
+                f"save_model() was called here, and not on rank {', '.join(map(str, missing[:5]))} within {PATIENCE:.0f} s: during the training all "
+                "ranks have to call it, outside of `if trainer.is_world_process_zero()`; after it rank 0 alone may"
+            )
+        time.sleep(POLL)
 
 
 def _export(trainer: Any, root: Path, shards: Path, target: Path) -> None:
@@ -108,9 +133,14 @@ def _export(trainer: Any, root: Path, shards: Path, target: Path) -> None:
 
 def _await(store: Store, key: str, rank: int) -> None:
     beat, end = None, time.monotonic() + SILENCE
-    while (word := store.look(key)) is None:
+    while True:
+        has_ended = store.look("goodbye/0") is not None
+        if (word := store.look(key)) is not None:
+            break
         if (now := store.look("beat/0")) != beat:
             beat, end = now, time.monotonic() + SILENCE
+        if has_ended:
+            raise SaveFailed(f"rank {rank}: save_model() was called here and never on rank 0, which has ended: it is rank 0 that writes the model")
         if time.monotonic() > end:
             raise DeadlineExceeded(f"rank {rank}: rank 0 writes the model and has been silent for {SILENCE:.0f} s; look into its log")
         time.sleep(5 * POLL)
