@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -40,25 +42,37 @@ def losses(folder: Path, rank: int) -> dict[str, float]:
     return dict(json.loads((folder / f"losses-{rank}.json").read_text()))
 
 
+def picture_of(state: dict[str, torch.Tensor]) -> float:
+    """What the script's validation sees of a model with these weights."""
+    model = runpy.run_path(str(SCRIPTS / "main_process_saves.py"))["Denoiser"]()
+    if any("lora_" in name for name in state):
+        peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["up", "down"]), model)
+    model.load_state_dict(state)
+    return float(model.eval()(torch.ones(1, 6)).sum())
+
+
 @pytest.mark.parametrize(("version", "flags"), [(2, ["--state_dict", "--gather_in_hook", "--seedable"]), (1, ["--lora"])])
 def test_main_process_only(version: int, flags: list[str], tmp_path: Path) -> None:
-    """Saves on rank 0 alone, also at the last step and after deleting; a slow export on rank 0 alone; the same run after a kill.
+    """Saves on rank 0 alone, also at the last step and after deleting; a slow export on rank 0 alone; the same run after a kill,
+    or after a signal to one rank.
 
-    Under FSDP2 the validation on rank 0 is made by all ranks in the run that is left alone, which changes nothing of it.
+    The validation on rank 0 is made by all ranks in the run that is left alone, which changes nothing of it.
     """
     steps = ["--max_train_steps", "12", "--limit", "1", "--shuffle", "--plain", *flags]
-    own = ("--validate", "all-ranks") if version == 2 else ()
+    own = ("--validate", "all-ranks")
     alone = run(tmp_path, "main_process_saves.py", "--output_dir", "alone", "--slow", "2", *steps, own=own, version=version)
     assert alone.returncode == 0, alone.stderr
     assert "6 saves, 6 complete" in alone.stderr
-    skipped = "skipped log_validation() of main_process_saves.py" in alone.stderr
-    assert (skipped, alone.stdout.count("validation:")) == ((True, 0) if version == 1 else (False, 3))
+    assert "skipped" not in alone.stderr
+    pictures = [float(line.partition(":")[2]) for line in alone.stdout.splitlines() if line.startswith("validation:")]
+    assert len(pictures) == 3
     assert [d.name for d in (tmp_path / "alone").glob("checkpoint*")] == ["checkpoint-12"]
     checkpoint = open_checkpoint(tmp_path / "alone" / "checkpoint-12")
     assert (checkpoint.manifest.world_size, checkpoint.manifest.step) == (2, 12)
     expected = {n.removeprefix("model."): read_whole(checkpoint, n) for n in checkpoint.tensors if n.startswith("model.")}
     plain = torch.load(tmp_path / "alone" / "plain.pt", weights_only=True)
     assert plain.keys() == expected.keys() and all(torch.equal(plain[n], t) for n, t in expected.items())
+    assert pictures[-1] == pytest.approx(picture_of(plain), rel=1e-5)
     if "--lora" in flags:
         found = load_file(tmp_path / "alone" / "adapter.safetensors")
         expected = {n.replace(".default", ""): t for n, t in expected.items() if "lora_" in n}
@@ -73,17 +87,25 @@ def test_main_process_only(version: int, flags: list[str], tmp_path: Path) -> No
     assert found.keys() == expected.keys() and all(torch.equal(found[n], t) for n, t in expected.items())
     assert (tmp_path / "alone" / "checkpoint-12" / "hook.txt").read_text() == "1 models"
 
-    killed = run(tmp_path, "main_process_saves.py", "--output_dir", "again", "--kill_at", "7", "--kill_rank", "1", *steps, version=version)
-    assert killed.returncode != 0
-    assert open_checkpoint(tmp_path / "again").manifest.step == 6
+    end = ("--kill_at", "7") if version == 2 else ("--signal_at", "3", "--pause", "0.2")
+    ended = run(tmp_path, "main_process_saves.py", "--output_dir", "again", *end, "--kill_rank", "1", *steps, version=version)
+    last = open_checkpoint(tmp_path / "again").manifest.step
+    if version == 2:
+        assert (ended.returncode != 0, last) == (True, 6)
+    else:
+        assert ended.returncode == 0, ended.stderr
+        assert f"stopped by a signal after step {last}" in ended.stderr
+        assert 3 < last < 12
+        assert (tmp_path / "again" / f"checkpoint-{last}" / "hook.txt").read_text() == "1 models"
+        assert not (tmp_path / "again" / "adapter.safetensors").exists()
     resumed = run(tmp_path, "main_process_saves.py", "--output_dir", "again", "--resume_from_checkpoint", "latest", *steps, version=version)
     assert resumed.returncode == 0, resumed.stderr
-    assert "at step 6" in resumed.stderr
+    assert f"at step {last} in" in resumed.stderr
     assert "skipped log_validation()" in resumed.stderr
     for rank in range(2):
         before, after = losses(tmp_path / "alone", rank), losses(tmp_path / "again", rank)
-        assert after == {step: loss for step, loss in before.items() if int(step) > 6}
-        assert list(after) == [str(s) for s in range(7, 13)]
+        assert after == {step: loss for step, loss in before.items() if int(step) > last}
+        assert list(after) == [str(s) for s in range(last + 1, 13)]
     again = open_checkpoint(tmp_path / "again" / "checkpoint-12")
     for name in checkpoint.tensors:
         assert torch.equal(read_whole(checkpoint, name), read_whole(again, name)), name

@@ -136,6 +136,9 @@ def main(args):
             if step == args.kill_at and step in losses and accelerator.process_index == args.kill_rank:
                 time.sleep(1)  # the save of this step is durable by then
                 os.kill(os.getpid(), signal.SIGKILL)
+            if step == args.signal_at and step in losses and accelerator.process_index == args.kill_rank:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(args.pause)
             if step >= args.max_train_steps:
                 break
         if accelerator.is_main_process and not args.no_validation:
@@ -168,6 +171,8 @@ if __name__ == "__main__":
     parser.add_argument("--resume_from_checkpoint")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--kill_at", type=int, default=-1)
+    parser.add_argument("--signal_at", type=int, default=-1)
+    parser.add_argument("--pause", type=float, default=0)
     parser.add_argument("--kill_rank", type=int, default=0)
     parser.add_argument("--slow", type=float, default=0)
     parser.add_argument("--lora", action="store_true")

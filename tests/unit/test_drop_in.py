@@ -19,7 +19,7 @@ import holdfast
 from holdfast.cli import main
 from holdfast.engine.resume import survey
 from holdfast.engine.store import LocalStore
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.errors import CheckpointNotFound, HoldfastError, UsageError
 from holdfast.integrations import drop_in, replacements
 from holdfast.integrations import presence as presence_module
 from holdfast.integrations.accelerate import attach
@@ -384,6 +384,21 @@ def test_attach_goes_on_from_what_accelerate_has_saved(tmp_path: Path, undone: N
     assert rest[0] == whole[0][4:]
     assert all(torch.equal(x, y) for x, y in zip(rest[2], whole[2], strict=True))
     assert [c.folder for c in survey(LocalFolder(tmp_path / "part" / "checkpoints")).complete] == ["checkpoint_2"]
+
+
+def test_weights_that_only_a_hook_of_the_script_has_written_are_told(tmp_path: Path, undone: None) -> None:
+    folder = tmp_path / "checkpoint-2"
+    folder.mkdir()
+    torch.save({"step": 2}, folder / "random_states_0.pkl")
+    (folder / "net").mkdir()
+    accelerator = Accelerator(cpu=True, project_dir=str(tmp_path))
+    accelerator.register_load_state_pre_hook(lambda models, input_dir: models.clear())
+    model = torch.nn.Linear(2, 2)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    attach(accelerator)
+    with pytest.raises(CheckpointNotFound, match="a save hook of the script has written the weights in a form of its own"):
+        accelerator.load_state(str(folder))
+    assert folder.exists()
 
 
 def test_deepspeed_is_left_alone(monkeypatch: pytest.MonkeyPatch, undone: None, caplog: pytest.LogCaptureFixture) -> None:

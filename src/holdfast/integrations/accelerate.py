@@ -45,7 +45,7 @@ from holdfast.integrations.lone_forward import LoneForwards
 from holdfast.integrations.presence import Presence
 from holdfast.integrations.script_hooks import Hooks
 from holdfast.integrations.script_state import Counters, ScriptFolder, Sized
-from holdfast.integrations.shared_forward import SharedForwards
+from holdfast.integrations.shared_forward import SharedForwards, lead_through_wrapper
 from holdfast.integrations.stopping import StoppedBySignal, stop_signals
 from holdfast.storage import LocalFolder
 
@@ -192,6 +192,8 @@ class Attached:
                     self.forwards.shared = SharedForwards(
                         self.checkpointer.peers(), a.process_index, a.num_processes, list(a._models), DEADLINES.commit
                     )
+                    for model in a._models:
+                        lead_through_wrapper(model, self.forwards.past_the_wrapper)
         return self.checkpointer
 
     def tidy(self) -> None:
@@ -286,6 +288,11 @@ class Attached:
         """A damaged or incomplete checkpoint gets a name that no script takes for one: the next start takes the one before."""
         ours = any(RANK_NAME.fullmatch(name) or name == MANIFEST_FILE for name in self.storage.names(str(path)))
         folder = _numbered(path)
+        if not ours and path.is_dir() and isinstance(error, CheckpointNotFound) and self.accelerator._load_model_state_pre_hook:
+            return CheckpointNotFound(
+                f"{path} was saved without Holdfast, and there is no model in it that accelerate wrote: a save hook of the script has written the weights in a "
+                "form of its own, which only its load hook reads. Go on from it without `holdfast run`, or from a checkpoint that accelerate wrote whole"
+            )
         if not ours or folder is None:
             return error
         aside = folder.with_name(f"unusable-{folder.name}")

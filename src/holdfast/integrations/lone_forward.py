@@ -69,6 +69,7 @@ class LoneForwards:
         self.skipped: list[str] = []
         self._handles: list[Any] = []
         self._depth = 0
+        self._is_shared = False
 
     def watch(self, model: nn.Module) -> None:
         """Look at every forward that enters this sharded model from outside, through its wrapper or past it."""
@@ -93,6 +94,7 @@ class LoneForwards:
                 self.shared.meet()
         elif not self.presence.together():
             if self.shared is not None and self.shared.possible(module) and self.shared.begin(module, args, kwargs):
+                self._is_shared = True
                 return
             self._depth = 0  # what raises in a pre-hook comes to no post-hook
             self._skip(module)
@@ -112,6 +114,11 @@ class LoneForwards:
 
     def _after(self, *_: Any) -> None:
         self._depth = max(0, self._depth - 1)
+        self._is_shared = self._is_shared and self._depth > 0
+
+    def past_the_wrapper(self) -> bool:
+        """Whether a forward that all ranks make for one has come to a model from outside, and not through what wraps it."""
+        return self._is_shared and self._depth == 1
 
     def _skip(self, module: nn.Module) -> None:
         name = type(unwrap(module)).__name__

@@ -4,21 +4,26 @@ For that the ranks meet, through the store, before everything in which they woul
 each new round through a loader, each barrier. Who waits there looks for a forward that another rank wants to make, receives its inputs
 by a broadcast, makes it without gradients, throws the result away and waits on. Generators and training mode are put back.
 
-Costs each training step a meeting. Not possible for a forward past FSDP1's wrapper, and where ranks have ended already.
+Costs each training step a meeting. Not possible where ranks have ended already. A forward past FSDP1's wrapper (of an unwrapped model, in
+a pipeline) lacks what the wrapper does, the root's own parameters among it: it is led through the wrapper on all ranks.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._pytree import tree_map
 
 from holdfast.engine import rng
+from holdfast.engine.names import unwrap
 from holdfast.engine.store import Store
 from holdfast.errors import DeadlineExceeded
 
@@ -59,7 +64,11 @@ class SharedForwards:
             self._store.delete(f"script/meeting/{self._meetings - 2}")
 
     def possible(self, module: nn.Module) -> bool:
-        return any(module is m for m in self._models)
+        model = self._model_of(module)
+        return model is not None and (model is module or getattr(module.forward, "leads", False))
+
+    def _model_of(self, module: nn.Module) -> nn.Module | None:
+        return next((m for m in self._models if module is m or module is unwrap(m)), None)
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Have the others make this forward, too, once all of them wait in a meeting; False where they do not come."""
@@ -72,7 +81,7 @@ class SharedForwards:
             waiting = sum(t is not None and int(t) > self._meetings for t in told)
             time.sleep(POLL)
         self._shared += 1
-        index = next(i for i, m in enumerate(self._models) if m is module)
+        index = next(i for i, m in enumerate(self._models) if m is self._model_of(module))
         wish = {"rank": self.rank, "model": index, "training": module.training}
         self._store.publish(f"script/lone/{self._shared}", json.dumps(wish).encode())
         dist.broadcast_object_list([_to(torch.device("cpu"), (args, kwargs))], src=self.rank)
@@ -100,6 +109,21 @@ class SharedForwards:
     def end(self) -> None:
         """This rank comes to no further meeting."""
         self._store.publish(f"script/waiting/{self.rank}", b"ended")
+
+
+def lead_through_wrapper(wrapper: nn.Module, needed: Callable[[], bool]) -> None:
+    """Have forwards of what FSDP1 wraps go through the wrapper where `needed` says so."""
+    inner = unwrap(wrapper)
+    if inner is wrapper or not isinstance(wrapper, FullyShardedDataParallel):
+        return
+    original = inner.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(*args, **kwargs) if needed() else original(*args, **kwargs)
+
+    forward.leads = True  # type: ignore[attr-defined]
+    inner.forward = forward
 
 
 def _to(device: torch.device, values: Any) -> Any:
