@@ -35,7 +35,7 @@ accelerator = Accelerator(project_dir="out")
 sys.stdout.write(f"{accelerator.process_index} of {accelerator.num_processes}, {accelerator.distributed_type.value}, {sys.argv[1:]}\n")
 sys.stdout.flush()
 torch.manual_seed(0)
-model = torch.nn.Linear(4, 4)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))  # accelerate cannot prepare one without a dot in its names
 model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
 accelerator.backward(model(torch.ones(1, 4)).sum())
 optimizer.step()
