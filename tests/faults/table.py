@@ -1,7 +1,7 @@
 """`make faults`: every operation of a 3-rank save, interrupted in every way on every rank, as one table.
 
     make faults            all of it
-    make faults EVERY=5    every fifth case
+    make faults EVERY=5    every fifth case; FROM=1 to FROM=4 beside it, the others
 
 Ranks save at steps 2 and 4; something happens while step 4 is saved; the job is started again. *mixed*: the resumed run is not
 the uninterrupted one to the bit. *silent*: bytes that are not those that were written were loaded. *hung*: a call took longer
@@ -71,7 +71,7 @@ def interrupted(pool: RankPool, case: Case, whole: list[Result]) -> str:
         return continued(pool, job, whole)
 
 
-def damaged(pool: RankPool, whole: list[Result], every: int) -> Counter[str]:
+def damaged(pool: RankPool, whole: list[Result], part: slice) -> Counter[str]:
     """One bit flipped in each file of the newest checkpoint, and each cut at three places, one after the other."""
     outcomes: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="holdfast-faults-") as folder:
@@ -83,8 +83,8 @@ def damaged(pool: RankPool, whole: list[Result], every: int) -> Counter[str]:
         for path, data in originals.items():
             middle = len(data) // 2
             changes.append((path, data[:middle] + bytes([data[middle] ^ 4]) + data[middle + 1 :]))
-            changes += [(path, data[: len(data) * part // 4]) for part in (0, 1, 3)]
-        for path, data in changes[::every]:
+            changes += [(path, data[: len(data) * quarters // 4]) for quarters in (0, 1, 3)]
+        for path, data in changes[part]:
             for original, content in originals.items():
                 original.write_bytes(content)
             path.write_bytes(data)
@@ -94,12 +94,12 @@ def damaged(pool: RankPool, whole: list[Result], every: int) -> Counter[str]:
 
 
 def main() -> int:
-    every = int(os.environ.get("EVERY", "1"))
+    part = slice(int(os.environ.get("FROM", "0")), None, int(os.environ.get("EVERY", "1")))
     rows: dict[str, Counter[str]] = {}
     longest = 0.0
     with RankPool() as pool, tempfile.TemporaryDirectory(prefix="holdfast-faults-") as folder:
         whole: list[Result] = pool.run(jobs.train, RANKS, Job(Path(folder), save_at=(2, 4), stop=6), timeout=DEADLINE)
-        chosen = cases()[::every]
+        chosen = cases()[part]
         for number, case in enumerate(chosen, 1):
             start = time.monotonic()
             try:
@@ -111,7 +111,7 @@ def main() -> int:
             rows.setdefault(case.action, Counter())[outcome] += 1
             if sys.stderr.isatty():
                 print(f"\r{number} of {len(chosen)}", end="", file=sys.stderr)
-        rows["damaged file"] = damaged(pool, whole, every)
+        rows["damaged file"] = damaged(pool, whole, part)
     show(rows, longest)
     bad = sum(row[kind] for row in rows.values() for kind in ("mixed", "silent", "hung", "failed"))
     return 1 if bad else 0

@@ -167,6 +167,7 @@ def test_a_strange_layout_is_refused(path: list[Any], value: Any, message: str) 
     [
         (b'{"a":1,"a":2}', "stands twice"),
         (b'{"a":NaN}', "no JSON number"),
+        (b'{"a":1e999}', "too large a number"),
         (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), "nested deeper"),
         (b'{"a":', "not a valid document"),
         (b"\xff", "not a valid document"),
@@ -207,7 +208,10 @@ def test_a_header_is_aligned_and_read_back() -> None:
         ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, "hole or overlaps"),
         ({"a": {"dtype": "U8", "shape": [6], "data_offsets": [0, 6]}, "b": {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]}}, "hole or overlaps"),
         ({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}, "tensors end at"),
-        ({"a": {"dtype": "U8", "shape": [10**18], "data_offsets": [0, 10**18]}}, "whole numbers from 0"),
+        ({"a": {"dtype": "U8", "shape": [10**15], "data_offsets": [0, 10**15]}}, "whole numbers from 0"),
+        ({"a": {"dtype": "U8", "shape": [10**18], "data_offsets": [0, 8]}}, "no tensor has the shape"),
+        ({"a": {"dtype": "U8", "shape": [0, 10**18], "data_offsets": [0, 0]}}, "no tensor has the shape"),
+        ({"a": {"dtype": "U8", "shape": [1] * 65, "data_offsets": [0, 1]}}, "no tensor has the shape"),
         ({"a": {"dtype": "Q4", "shape": [8], "data_offsets": [0, 8]}}, "unknown dtype"),
     ],
 )  # fmt: skip

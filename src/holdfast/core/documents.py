@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from math import isfinite, prod
 from typing import Any, NoReturn, TypeVar
 
 import xxhash
@@ -20,6 +21,12 @@ T = TypeVar("T")
 MAX_DOCUMENT = 1 << 30
 MAX_DEPTH = 256
 """No document of ours is nested deeper than a caller's state tree can be, and json itself gives up near 1,000."""
+
+MAX_DIMENSIONS = 64
+"""torch's own limit on the dimensions of a tensor."""
+
+MAX_ELEMENTS = 1 << 56
+"""Far more than any memory holds, and few enough that their bytes are a number that torch can count in."""
 
 _HEX_DIGEST = re.compile(r"[0-9a-f]{32}")
 
@@ -45,13 +52,21 @@ def parse(data: bytes, what: str) -> Json:
     if _depth_exceeds(data, MAX_DEPTH):
         raise CorruptCheckpoint(f"{what}: nested deeper than {MAX_DEPTH} levels")
 
-    def refuse_constant(name: str) -> NoReturn:
-        raise ValueError(f"{name} is no JSON number")
-
     try:
-        return json.loads(data, object_pairs_hook=_unique_keys, parse_constant=refuse_constant)
+        return json.loads(data, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{what}: not a valid document ({error})") from error
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not isfinite(value):  # 1e999
+        raise ValueError(f"{text} is too large a number")
+    return value
 
 
 def _unique_keys(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
@@ -106,6 +121,13 @@ class Fields:
         if not all(type(v) is int and 0 <= v <= limit for v in values):
             raise CorruptCheckpoint(f"{self.what}: field {name!r} should hold whole numbers from 0 to {limit}")
         return tuple(values)
+
+    def shape(self, name: str = "shape") -> tuple[int, ...]:
+        """A tensor's, which may have no elements; not one whose strides would be too large for any tensor."""
+        shape = self.counts(name)
+        if len(shape) > MAX_DIMENSIONS or prod(n or 1 for n in shape) > MAX_ELEMENTS:
+            raise CorruptCheckpoint(f"{self.what}: no tensor has the shape {list(shape)!s:.60}")
+        return shape
 
     def digest(self, name: str) -> str:
         value = self.get(name, str)

@@ -18,7 +18,7 @@ from functools import cached_property
 from math import prod
 
 from holdfast.core.boxes import REPLICATE, Mesh, Placement, Shape
-from holdfast.core.documents import Fields, Json, canonical, digest, parse
+from holdfast.core.documents import MAX_DIMENSIONS, Fields, Json, canonical, digest, parse
 from holdfast.core.flat import Flat
 from holdfast.core.safetensors import ITEM_SIZE
 from holdfast.errors import CorruptCheckpoint
@@ -27,9 +27,6 @@ FORMAT, VERSION, WITH_BASES = "holdfast-layout", 1, 2
 """Version 2 is version 1 with names of base files; where there are none, version 1 is written, byte for byte."""
 
 MAX_RANKS = 1 << 20
-MAX_DIMENSIONS = 64
-"""torch's own limit on the dimensions of a tensor."""
-
 _STORED_AS = {"C128": "F64"}
 """safetensors has no complex128: its parts are stored as float64 with a last dimension of 2."""
 
@@ -242,14 +239,14 @@ def _spec_from_json(document: Json, placements: list[Placement], bases: list[Bas
     base = _named_from_json(fields, bases) if bases is not None and "base" in document else None
     if "placement" not in document:
         return TensorSpec(dtype, None, None, 0, slot, base)
-    shape = fields.counts("shape")
+    shape = fields.shape()
     index = fields.count("placement")
     if index >= len(placements):
         raise CorruptCheckpoint(f"{what}: placement {index} of {len(placements)}")
     placement = placements[index]
     if "flat" in document:
         return TensorSpec(dtype, shape, _flat_from_json(fields, shape, placement), 0, slot, base)
-    if len(shape) > MAX_DIMENSIONS or any(d != REPLICATE and d >= len(shape) for d in placement.dims):
+    if any(d != REPLICATE and d >= len(shape) for d in placement.dims):
         raise CorruptCheckpoint(f"{what}: shape {list(shape)} does not fit placement {index}")
     replica = fields.count("replica")
     if replica >= placement.replicas:
@@ -259,7 +256,7 @@ def _spec_from_json(document: Json, placements: list[Placement], bases: list[Bas
 
 def _flat_from_json(fields: Fields, shape: Shape, placement: Placement) -> Flat:
     numbers = fields.counts("flat")
-    if len(shape) > MAX_DIMENSIONS or placement.dims != (REPLICATE, 0) or len(numbers) != 2 or numbers[1] == 0:
+    if placement.dims != (REPLICATE, 0) or len(numbers) != 2 or numbers[1] == 0:
         raise CorruptCheckpoint(f"{fields.what}: field 'flat' should be offset and shard size in a mesh of copies x shards")
     flat = Flat(placement.mesh, *numbers)
     if flat.offset + prod(shape) > flat.shard * placement.mesh.shape[1]:

@@ -90,7 +90,7 @@ def parse_header(header: bytes, file_size: int, what: str) -> tuple[dict[str, En
     entries: dict[str, Entry] = {}
     for name, value in document.items():
         fields = Fields(value, f"{what}: tensor {name!r}")
-        dtype, shape, offsets = fields.get("dtype", str), fields.counts("shape"), fields.counts("data_offsets", file_size)
+        dtype, shape, offsets = fields.get("dtype", str), fields.shape(), fields.counts("data_offsets", file_size)
         if dtype not in ITEM_SIZE:
             raise CorruptCheckpoint(f"{what}: tensor {name!r} has the unknown dtype {dtype!r}")
         if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes(dtype, shape):

@@ -55,9 +55,9 @@ class BaseFiles:
             noted = self.folders_of()
             places = [p for folder in self.folders for p in (folder, *(folder / note.name for note in noted))] + noted
             for folder in places:
-                problem = difference(LocalFolder(folder), file.file, file)
+                problem = difference(LocalFolder(folder, follow_links=True), file.file, file)
                 if problem is None:
-                    self._found[file] = LocalFolder(folder), file.file
+                    self._found[file] = LocalFolder(folder, follow_links=True), file.file
                     break
                 tried.append(f"{folder / file.file} {problem}")
             else:

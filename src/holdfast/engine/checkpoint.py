@@ -16,7 +16,7 @@ from itertools import islice
 from math import prod
 
 from holdfast.core.boxes import Box, Shape
-from holdfast.core.documents import Json, digest, parse
+from holdfast.core.documents import Json, digest
 from holdfast.core.flat import Flat, boxes, span
 from holdfast.core.layout import BaseFile, Layout, Named, TensorSpec, item_size, stored_as
 from holdfast.core.manifest import MANIFEST_FILE, Manifest, Receipt, layout_file, rank_file, receipt_file
@@ -24,6 +24,7 @@ from holdfast.core.safetensors import Entry, header_length, parse_header
 from holdfast.engine.base_files import BaseFiles
 from holdfast.engine.blocks import BlockFile, Part, read_parts
 from holdfast.engine.plan import STATE_TENSOR
+from holdfast.engine.small import parse_small
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint
 from holdfast.formats.recognise import NATIVE, recognise
 from holdfast.storage import Storage
@@ -161,10 +162,7 @@ class Checkpoint:
         entry = self.header(rank).get(STATE_TENSOR)
         if entry is None:
             raise CorruptCheckpoint(f"{self.where}: the file of rank {rank} has no {STATE_TENSOR}")
-        document = parse(bytes(self.file(rank).take(entry.start, entry.stop)), f"{self.where}: state of rank {rank}")
-        if not isinstance(document, dict):
-            raise CorruptCheckpoint(f"{self.where}: the state of rank {rank} is no object")
-        return document
+        return parse_small(bytes(self.file(rank).take(entry.start, entry.stop)), f"{self.where}: state of rank {rank}")
 
     def writers(self, spec: TensorSpec, wanted: Box | None = None) -> Iterator[int]:
         """The ranks whose files have a piece of a placed or flat tensor, or of the part of it that is wanted.

@@ -32,7 +32,7 @@ from holdfast.engine.saver import Saver, StagingLimit, WhenBusy, known
 from holdfast.engine.service import Save, Service
 from holdfast.engine.store import Below, Connections, Store
 from holdfast.engine.watch import IDLE, Request, Watcher, beat_of, say_goodbye
-from holdfast.errors import DeadlineExceeded, HoldfastError, SaveFailed, UsageError
+from holdfast.errors import CheckpointError, DeadlineExceeded, HoldfastError, SaveFailed, UsageError
 from holdfast.storage import LocalFolder, Storage
 
 log = logging.getLogger("holdfast")
@@ -437,7 +437,10 @@ class Checkpointer:
         if self._rank == 0:
             self.on_complete(save)
             for old in self.retention.superfluous(survey(self._storage).complete, self._saver.verified):
-                remove_checkpoint(self._storage, old.folder, self._run.nonce)
+                try:
+                    remove_checkpoint(self._storage, old.folder, self._run.nonce)
+                except (CheckpointError, OSError) as error:
+                    log.warning("the old checkpoint %s stays: %s", old.folder, error)
 
     def _say(self, line: str, level: int = logging.INFO) -> None:
         if self._rank == 0:

@@ -224,7 +224,7 @@ def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     variants = [None, *sorted({p.name.split(".")[1] for p in folder.glob("*.*.safetensors")})]
     for variant in variants:
         try:
-            return {name: tensor.entry.shape for name, tensor in stored_tensors(LocalFolder(folder), variant).items()}
+            return {name: tensor.entry.shape for name, tensor in stored_tensors(LocalFolder(folder, follow_links=True), variant).items()}
         except CheckpointError:
             continue
     return {}

@@ -14,7 +14,6 @@ pages of that file as large as the largest tensor are resident for a moment. The
 from __future__ import annotations
 
 import mmap
-from array import array
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,7 +21,7 @@ import torch
 
 from holdfast.core.documents import Json
 from holdfast.core.safetensors import build_header
-from holdfast.engine import statetree
+from holdfast.engine import rng
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.dtypes import DTYPE_OF
 from holdfast.engine.export_dcp import model_tensors, optimizer_state, small_value, write_dcp
@@ -175,20 +174,10 @@ def _write_small(checkpoint: Checkpoint, folder: Path, state: dict[str, Json]) -
 
 
 def _write_generators(document: Json, path: Path) -> None:
-    state = statetree.decode(document, "rng", _no_tensors)
-    assert isinstance(state, dict)
-    version, internal, gauss = state["python"]
-    words = array("I")
-    words.frombytes(internal)
-    torch_state = torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8)
-    states: dict[str, Any] = {"step": 0, "random_state": (version, tuple(words), gauss), "torch_manual_seed": torch_state}
-    if "numpy" in state:
-        states["numpy_random_seed"] = state["numpy"]
-    if "device" in state and torch.cuda.is_available():
-        device = torch.frombuffer(bytearray(state["device"]), dtype=torch.uint8)
-        states["torch_cuda_manual_seed"] = [device] * torch.cuda.device_count()
+    state = rng.parse(document, "rng")
+    states: dict[str, Any] = {"step": 0, "random_state": state.python, "torch_manual_seed": state.cpu}
+    if state.numpy is not None:
+        states["numpy_random_seed"] = state.numpy
+    if state.device is not None and torch.cuda.is_available():
+        states["torch_cuda_manual_seed"] = [state.device] * torch.cuda.device_count()
     torch.save(states, path)
-
-
-def _no_tensors(name: str) -> torch.Tensor:
-    raise KeyError(name)

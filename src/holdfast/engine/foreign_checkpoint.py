@@ -46,6 +46,8 @@ def is_foreign(storage: Storage, folder: str) -> bool:
 
 def identity_of(storage: Storage, folder: str) -> str:
     """What ranks compare to know that they see the same folder: the names and sizes of all files in it, two levels deep."""
+    assert isinstance(storage, LocalFolder)
+    storage = LocalFolder(storage.root, follow_links=True)
     found: dict[str, Json] = {}
     for name in storage.names(folder):
         inside = storage.names(f"{folder}/{name}")

@@ -80,7 +80,7 @@ def load_pretrained(
         CorruptCheckpoint: a file is damaged or lies about itself.
         UsageError: the model cannot be filled like this (a placement without boxes, no source for a buffer).
     """
-    storage = LocalFolder(folder) if isinstance(folder, str | os.PathLike) else folder
+    storage = LocalFolder(folder, follow_links=True) if isinstance(folder, str | os.PathLike) else folder
     fills, made = _plan(
         model, stored_tensors(storage, variant), storage.describe(), key_mapping or {}, allow_unexpected, initial
     )
@@ -113,7 +113,7 @@ def claim_base(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         CheckpointNotFound: no such folder, or no safetensors weights in it.
         UsageError: no tensor of the folder has the name and shape of one of the model.
     """
-    storage = LocalFolder(folder)
+    storage = LocalFolder(folder, follow_links=True)
     stored = stored_in_any_variant(storage)
     state = named_state({"": model})
     names = {full: _bare(full).removeprefix(WRAPPER).replace(".base_layer.", ".") for full in state.places}

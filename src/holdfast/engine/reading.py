@@ -63,6 +63,19 @@ class Restore:
             return rank % manifest.world_size if rank < manifest.world_size else 0
         return _equal_copy(self.checkpoint, name)
 
+    def check_held(self, name: str, wanted: Box) -> None:
+        """Before memory is made for a part of a tensor whose size nothing here tells: the files hold as much as the layout says.
+
+        Raises:
+            CorruptCheckpoint: they do not.
+        """
+        spec = self.spec(name)
+        if spec.placement is None:  # its shape stands in the header of the file that has it
+            return
+        common = (piece.box.intersect(wanted) for piece in self.checkpoint.pieces(name, spec, wanted))
+        if sum(box.numel for box in common if box is not None) != wanted.numel:
+            raise CorruptCheckpoint(f"{self.checkpoint.where}: the pieces of {name} do not fill it")
+
     def add(self, name: str, targets: Iterator[Target] | list[Target], kept: bool = False) -> None:
         """Find what fills `targets` with the saved tensor `name`; with `kept` they have what the base holds already."""
         for box, view in targets:
@@ -123,6 +136,7 @@ class Restore:
             elif like is not None and tuple(like.shape) == shape:
                 tensor = torch.empty_like(like, dtype=dtype, requires_grad=False)
             else:
+                self.check_held(name, Box.whole(shape))
                 tensor = torch.empty(shape, dtype=dtype)
             self.add(name, self.targets(name, tensor))
             return tensor

@@ -78,7 +78,7 @@ def _whole(storage: Storage, folder: str, receipts: list[Receipt]) -> bool:
         try:
             if storage.size(f"{folder}/{rank_file(receipt.rank, receipt.attempt)}") != receipt.size:
                 return False
-        except OSError:
+        except (OSError, CorruptCheckpoint):
             return False
         if not storage.exists(f"{folder}/{layout_file(receipt.layout)}"):
             return False

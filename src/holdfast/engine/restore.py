@@ -48,6 +48,7 @@ def match(checkpoint: Checkpoint, registered: Registered) -> Restore:
         if key not in checkpoint.left:
             _match_stateful(plan, key, value)
     _match_modules(plan)
+    _generators(plan)
     return plan
 
 
@@ -84,15 +85,22 @@ def install(plan: Restore) -> None:
 
 def restore_rng(plan: Restore) -> None:
     """This rank's generators as they were saved; those of a rank that the saved run did not have begin anew."""
-    saved, rank = plan.checkpoint.manifest, plan.registered.rank
-    if rank < saved.world_size:
-        small = plan.small if plan.same_world else plan.checkpoint.small(rank)
-        rng.restore(small["rng"], f"{plan.checkpoint.where}: generators of rank {rank}")
+    state = _generators(plan)
+    if not isinstance(state, int):
+        rng.put(state)
         return
-    what = f"{plan.checkpoint.where}: generators of rank 0"
-    seed = rng.seed_for(plan.checkpoint.small(0)["rng"], saved.step, rank, what)
-    log.debug("rank %d: generators begin with seed %d", rank, seed)
-    rng.reseed(seed)
+    log.debug("rank %d: generators begin with seed %d", plan.registered.rank, state)
+    rng.reseed(state)
+
+
+def _generators(plan: Restore) -> rng.Generators | int:
+    """The states of this rank's generators, or the seed that they begin with."""
+    checkpoint, rank = plan.checkpoint, plan.registered.rank
+    if rank < checkpoint.manifest.world_size:
+        small = plan.small if plan.same_world else checkpoint.small(rank)
+        return rng.parse(small["rng"], f"{checkpoint.where}: generators of rank {rank}")
+    what = f"{checkpoint.where}: generators of rank 0"
+    return rng.seed_for(checkpoint.small(0)["rng"], checkpoint.manifest.step, rank, what)
 
 
 def _match_models(plan: Restore, names: NamedState) -> None:
@@ -179,6 +187,9 @@ def _match_stateful(plan: Restore, key: str, value: Any) -> None:
     encode_stateful(key, value, current.__setitem__)
     in_place = not hasattr(value, "load_state_dict")
     decoded: Any = statetree.decode(document, f"{plan.checkpoint.where}: {key}", plan.resolver(current, in_place))
+    kind = dict if isinstance(value, dict) else list
+    if in_place and not issubclass(type(decoded), kind):
+        raise IncompatibleCheckpoint(f"{plan.checkpoint.where} has a {type(decoded).__name__} for {key}, which is a {kind.__name__}")
 
     def install_value() -> None:
         if hasattr(value, "load_state_dict"):

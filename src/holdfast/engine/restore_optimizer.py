@@ -360,10 +360,13 @@ class _Matcher:
             here = Placement(mesh_of(param.device_mesh), placement.dims)
             coordinate = here.mesh.coordinate(plan.registered.rank)
             assert coordinate is not None
-            local = torch.empty(here.box(shape, coordinate).size, dtype=dtype, device=param.device)
+            box = here.box(shape, coordinate)
+            plan.check_held(slot, box)
+            local = torch.empty(box.size, dtype=dtype, device=param.device)
             return DTensor.from_local(
                 local, param.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=_strides(shape)
             )
+        plan.check_held(slot, Box.whole(shape))
         return torch.empty(shape, dtype=dtype, device=param.device)
 
 

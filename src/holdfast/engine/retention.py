@@ -53,20 +53,21 @@ class Retention:
     def superfluous(self, complete: Sequence[Complete], verified: set[str]) -> list[Complete]:
         """The checkpoints to remove, oldest first.
 
-        Never among them: the newest, and the newest of those that were read back and found whole.
+        Never among them: the newest, and the newest of those that were read back and found whole. Folders of one order are one
+        checkpoint, a link and where it leads to, say: all of them stay, or none does.
         """
         if self.keep_last is None and self.keep_every is None and self.keep_best is None:
             return []
         newest_first = sorted(complete, key=lambda c: c.order, reverse=True)
-        keep = {c.folder for c in newest_first[: self.keep_last or 1]}
-        keep.update([c.folder for c in newest_first if c.folder in verified][:1])
+        keep = set(list(dict.fromkeys(c.order for c in newest_first))[: self.keep_last or 1])
+        keep.update([c.order for c in newest_first if c.folder in verified][:1])
         if self.keep_every is not None:
-            keep.update(c.folder for c in newest_first if c.step % self.keep_every == 0)
+            keep.update(c.order for c in newest_first if c.step % self.keep_every == 0)
         if self.keep_best is not None:
-            rated = [c for c in newest_first if c.metric is not None and not math.isnan(c.metric)]
+            rated = {c.order: c.metric for c in newest_first if c.metric is not None and not math.isnan(c.metric)}
             sign = 1 if self.best == "min" else -1
-            keep.update(c.folder for c in sorted(rated, key=lambda c: sign * (c.metric or 0.0))[: self.keep_best])
-        return [c for c in reversed(newest_first) if c.folder not in keep]
+            keep.update(sorted(rated, key=lambda order: sign * rated[order])[: self.keep_best])
+        return [c for c in reversed(newest_first) if c.order not in keep]
 
 
 def remove_checkpoint(storage: Storage, folder: str, nonce: str) -> None:

@@ -59,7 +59,7 @@ class DcpFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._storage = LocalFolder(folder)
+        self._storage = LocalFolder(folder, follow_links=True)
         metadata = self._read_metadata()
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self.values: list[str] = []

@@ -37,19 +37,19 @@ def weights_of_folder(folder: Path) -> ForeignModel:
         return of_state_dict(load_pickle(folder / "pytorch_model.bin"))
     if (folder / _BIN_INDEX).is_file():
         return _of_bin_index(folder)
-    return of_safetensors(folder, stored_tensors(LocalFolder(folder)))
+    return of_safetensors(folder, stored_tensors(LocalFolder(folder, follow_links=True)))
 
 
 def weights_of_file(path: Path) -> ForeignModel:
     """The model in one file, a pickle or safetensors."""
     if path.suffix == ".safetensors":
-        return of_safetensors(path.parent, tensors_of_file(LocalFolder(path.parent), path.name))
+        return of_safetensors(path.parent, tensors_of_file(LocalFolder(path.parent, follow_links=True), path.name))
     return of_state_dict(load_pickle(path))
 
 
 def of_safetensors(folder: Path, stored: dict[str, StoredTensor]) -> ForeignModel:
     """What lies in safetensors files of `folder`: read from there when it is asked for."""
-    storage = LocalFolder(folder)
+    storage = LocalFolder(folder, follow_links=True)
 
     def source(tensor: StoredTensor) -> Source:
         entry, dtype = tensor.entry, DTYPES[tensor.entry.dtype]

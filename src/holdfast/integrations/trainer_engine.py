@@ -313,13 +313,13 @@ class TrainerRetention(Retention):
             return []
         newest_first = sorted(complete, key=lambda c: c.order, reverse=True)
         best = Path(trainer.state.best_model_checkpoint or "").name
-        keep = {c.folder for c in newest_first[:1]} | {c.folder for c in newest_first if c.folder == best}
-        keep |= {c.folder for c in [c for c in newest_first if c.folder in verified][:1]}
+        keep = {c.order for c in newest_first[:1]} | {c.order for c in newest_first if c.folder == best}
+        keep |= {c.order for c in [c for c in newest_first if c.folder in verified][:1]}
         for candidate in newest_first:
             if len(keep) >= limit:
                 break
-            keep.add(candidate.folder)
-        return [c for c in reversed(newest_first) if c.folder not in keep]
+            keep.add(candidate.order)
+        return [c for c in reversed(newest_first) if c.order not in keep]
 
 
 class _TrainerState:

@@ -3,6 +3,10 @@
 Large files go past the page cache where the file system takes it: a checkpoint is written once and not read back, so
 caching it would only push the training's own pages out and cost a copy. Small files are written beside their final name
 and renamed. Whatever a platform lacks (direct I/O, a folder's fsync) is left out there.
+
+A checkpoint may be a stranger's: what is read in it are plain files, so that no link leads out of the folder and no pipe keeps the
+reader waiting. A folder that is a link is the user's own doing and may be read, but nothing is changed through it: it would be
+changed somewhere else.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import errno
 import functools
 import os
 import shutil
+import stat
 import sys
 import threading
 import uuid
@@ -29,25 +34,34 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
 
 
-class LocalFolder:
-    """A `Storage` below `root`; touches nothing above it."""
+_READ = os.O_RDONLY | _BINARY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+"""Opening a pipe must not wait for its writer."""
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+
+class LocalFolder:
+    """A `Storage` below `root`; touches nothing above it.
+
+    With `follow_links` files may be links: for folders of models, which the Hub's cache is made of, and never for checkpoints.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, follow_links: bool = False) -> None:
         self.root = Path(root).absolute()
+        self.follow_links = follow_links
         self._kept = threading.local()
 
     def describe(self) -> str:
         return str(self.root)
 
     def create(self, path: str, size: int) -> FileWriter:
-        target = self._inside(path)
+        target = self._own(path)
         free = shutil.disk_usage(target.parent).free
         if free < size:
             raise OSError(errno.ENOSPC, f"{size - free:,} bytes are missing for a file of {size:,}", str(target))
         return _Writer(target, size)
 
     def put(self, path: str, data: bytes) -> None:
-        target = self._inside(path)
+        target = self._own(path)
         temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
@@ -63,7 +77,8 @@ class LocalFolder:
         _sync_folder(target.parent)
 
     def get(self, path: str) -> bytes:
-        return self._inside(path).read_bytes()
+        with open(self._open(path), "rb") as file:
+            return file.read()
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
         with contextlib.ExitStack() as stack:
@@ -93,13 +108,17 @@ class LocalFolder:
                 self._kept.file = before
 
     def _reader(self, path: str) -> FileIO:
-        return FileIO(self._inside(path), "rb")
+        return FileIO(self._open(path), "rb")
 
     def size(self, path: str) -> int:
-        return self._inside(path).stat().st_size
+        return self._plain(path).st_size
 
     def exists(self, path: str) -> bool:
-        return self._inside(path).exists()
+        try:
+            self._plain(path)
+        except (FileNotFoundError, NotADirectoryError, CorruptCheckpoint):
+            return False
+        return True
 
     def names(self, folder: str) -> list[str]:
         try:
@@ -108,17 +127,17 @@ class LocalFolder:
             return []
 
     def make_folder(self, folder: str) -> None:
-        target = self._inside(folder)
+        target = self._own(folder)
         with contextlib.suppress(FileExistsError):
             target.mkdir()
             _sync_folder(target.parent)
 
     def remove(self, path: str) -> None:
-        self._inside(path).unlink(missing_ok=True)
+        self._own(path).unlink(missing_ok=True)
 
     def remove_folder(self, folder: str) -> None:
         # On NFS a file that somebody still reads stays behind under a `.nfs` name for a while: not worth an error.
-        shutil.rmtree(self._inside(folder), ignore_errors=True)
+        shutil.rmtree(self._own(folder), ignore_errors=True)
 
     def _inside(self, path: str) -> Path:
         """The path below the root, or CorruptCheckpoint: names of files can come out of a stranger's checkpoint."""
@@ -126,6 +145,47 @@ class LocalFolder:
         if any(p in ("", ".", "..") or "\\" in p or "\0" in p or ":" in p for p in parts):
             raise CorruptCheckpoint(f"{path!r} leads out of {self.root}")
         return self.root.joinpath(*parts)
+
+    def _own(self, path: str) -> Path:
+        """The path below the root, of a file or folder that is to be made or removed."""
+        target = self._inside(path)
+        for folder in target.parents:
+            if folder == self.root:
+                return target
+            if folder.is_symlink():
+                raise OSError(errno.ELOOP, "is a link, through which nothing is changed", str(folder))
+        return target
+
+    def _plain(self, path: str, found: os.stat_result | None = None) -> os.stat_result:
+        """What a file is, which is a plain one.
+
+        Raises:
+            CorruptCheckpoint: it is a link, a pipe, a device or a folder.
+        """
+        found = found or os.stat(self._inside(path), follow_symlinks=self.follow_links)
+        if not stat.S_ISREG(found.st_mode):
+            kind = next((name for fits, name in _KINDS if fits(found.st_mode)), "a special file")
+            advice = ": copy the checkpoint with its links resolved (cp -rL) and use the copy" if kind == "a link" else ""
+            raise CorruptCheckpoint(f"{path} of {self.root} is {kind}, and not a file{advice}")
+        return found
+
+    def _open(self, path: str) -> int:
+        """A descriptor to read a plain file by; the same errors."""
+        try:
+            descriptor = os.open(self._inside(path), _READ | (0 if self.follow_links else _NO_LINK))
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):  # a link or a socket, perhaps
+                self._plain(path)
+            raise
+        try:
+            self._plain(path, os.fstat(descriptor))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+
+_KINDS = ((stat.S_ISLNK, "a link"), (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
 
 
 class _Writer:

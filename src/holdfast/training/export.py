@@ -62,7 +62,7 @@ def export_pipeline(
 
 def _as_in_base(base: Path, part: str, variant: str | None, weights: Weights) -> dict[str, Stored]:
     """The tensors under the names that the base's files have for them: its library may have renamed them since."""
-    there = stored_tensors(LocalFolder(base / part), part_variant(base, part, variant)).keys()
+    there = stored_tensors(LocalFolder(base / part, follow_links=True), part_variant(base, part, variant)).keys()
     prefix = next((n.partition(".")[0] + "." for n in there if n.partition(".")[2] in weights.tensors), "")
     return {n if n in there or prefix + n not in there else prefix + n: tensor for n, tensor in weights.tensors.items()}
 

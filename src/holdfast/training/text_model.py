@@ -52,7 +52,7 @@ class Pretrained:
         with parameters_on_meta():
             model: Any = AutoModelForCausalLM.from_config(self.config, trust_remote_code=self.flags.trust_remote_code)
         try:
-            stored = stored_tensors(LocalFolder(self.folder))
+            stored = stored_tensors(LocalFolder(self.folder, follow_links=True))
         except CheckpointError as error:
             logger.warning("every rank reads the whole model first: %s", error.args[0])
             return None
