@@ -7,6 +7,7 @@ engine makes of it (layout, header, receipt, manifest, plan of a resume) is made
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import logging
 import types
@@ -198,6 +199,8 @@ def of_another_rank(collected: Collected, rank: int) -> Collected:
             size = spec.placement.box(spec.shape, coordinate).size
         into = other.named if name in collected.origins else other.tensors
         into[name] = Held(spec, torch.empty(size, device="meta"))
+    if not any(held.spec.slot for held in other.tensors.values()):  # it has no state to tell others' from
+        other.elsewhere = {name: spec for name, spec in other.elsewhere.items() if spec.slot is None}
     return other
 
 
@@ -242,6 +245,13 @@ def plan_of(
     """The plan of this rank, or of another one for what `of_another_rank` says that it collects."""
     return make_plan(
         collected, registered.bases, registered.rank if rank is None else rank, registered.world_size, len(small), last
+    )
+
+
+def first_without_state(collected: Collected, world_size: int) -> int:
+    """The first of the last ranks, which hold nothing of any trained flat unit: the world size where there are none."""
+    return bisect.bisect_left(
+        range(world_size), True, key=lambda rank: not any(h.spec.slot for h in of_another_rank(collected, rank).tensors.values())
     )
 
 

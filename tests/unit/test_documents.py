@@ -178,6 +178,19 @@ def test_strange_json_is_refused(data: bytes, message: str) -> None:
         parse(data, "it")
 
 
+@pytest.mark.parametrize("depth", [7, 17, MAX_DEPTH, MAX_DEPTH + 1])
+@pytest.mark.parametrize("text", [r'"[{"', r'"\\"', r'"\"]"', r'"a\\\"[["'])
+def test_the_depth_is_exact_whatever_stands_in_strings(depth: int, text: str) -> None:
+    flat = "[" + ",".join(["{}", text, f"[{text}]"] * 200) + "]"
+    deep = "[" * (depth - 4) + f"{{{text}:[[],{text}]}}" + "]" * (depth - 4)
+    document = f"[{flat},{deep}]".encode()
+    if depth > MAX_DEPTH:
+        with pytest.raises(CorruptCheckpoint, match="nested deeper"):
+            parse(document, "d")
+    else:
+        assert canonical(parse(document, "d")).decode() == canonical(json.loads(document)).decode()
+
+
 def test_brackets_in_strings_are_no_nesting() -> None:
     document = {"text": '"[[[[' * 100, "more": ["{" * 100] * 80}
     assert parse(canonical(document), "it") == document
