@@ -366,6 +366,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/scale"))
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--models", nargs="+", choices=("flux", "llama"), default=["flux", "llama"])
+    parser.add_argument("--fsdp", type=int, nargs="+", choices=(1, 2), default=[2, 1])
     parser.add_argument("--clients", type=int, nargs="+", default=[64, 256, 512])
     parser.add_argument("--parts", nargs="+", choices=("ranks", "store", "dcp"), default=["ranks", "store", "dcp"])
     parser.add_argument("--add", action="store_true", help="to the readings that are in `out`")
@@ -377,7 +378,7 @@ def main() -> None:
     results: Row = json.loads(kept.read_text()) if args.add and kept.exists() else {"ranks": [], "dcp": []}
     try:
         for model in args.models if "ranks" in args.parts else ():
-            for case in (Case(model, version, lora) for version in (2, 1) for lora in (False, True)):
+            for case in (Case(model, version, lora) for version in args.fsdp for lora in (False, True)):
                 for world_size in args.ranks:
                     results["ranks"].append(measure(case, world_size, work))
                     kept.write_text(json.dumps(results, indent=1))

@@ -1,10 +1,15 @@
-"""How much host memory a rank may take for its staging: what the machine and its control groups leave, shared by the host's ranks."""
+"""Memory: how much of the host's a rank may take for its staging, and when not to look for garbage.
+
+Of the host's memory a rank takes what the machine and its control groups leave, shared by the host's ranks.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 SHARE = 0.8
@@ -66,3 +71,19 @@ def _reclaimable(folder: Path) -> int:
         return 0
     found = dict(line.split(" ", 1) for line in lines if " " in line)
     return int(found.get("total_inactive_file", found.get("inactive_file", "0")))
+
+
+@contextmanager
+def without_collecting() -> Iterator[None]:
+    """Put the garbage collector off: what is made here is many, lasts, and has no cycles.
+
+    Each full collection walks over every object of the process, a framework's and its models' included, and some thousands of
+    new ones call for it again and again.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

@@ -21,6 +21,7 @@ from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.collect import Registered, encode_stateful, held_of
 from holdfast.engine.dtypes import DTYPE_OF
 from holdfast.engine.fsdp1 import FlatPiece
+from holdfast.engine.memory import without_collecting
 from holdfast.engine.names import NamedState, extra_state_modules, join, named_state
 from holdfast.engine.reading import Restore as Restore
 from holdfast.engine.restore_optimizer import first_few, match_optimizer
@@ -29,6 +30,7 @@ from holdfast.errors import IncompatibleCheckpoint
 log = logging.getLogger("holdfast")
 
 
+@without_collecting()
 def match(checkpoint: Checkpoint, registered: Registered) -> Restore:
     """Find where everything that this rank needs lies.
 
