@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -173,7 +174,13 @@ def _mesh(module: FullyShardedDataParallel, handle: Any) -> Mesh:
             f"FSDP1 shards over the ranks {group} with copies on {across_ranks}, which is no regular grid of all "
             f"{dist.get_world_size()} ranks: parameters that some ranks have for themselves cannot be saved yet"
         )
-    return Mesh((len(across_ranks), len(group)), ranks)
+    return _grid((len(across_ranks), len(group)), ranks)
+
+
+@cache
+def _grid(shape: Shape, ranks: Shape) -> Mesh:
+    """The same object at every save, so that what it was compared with last time is known to be equal at once."""
+    return Mesh(shape, ranks)
 
 
 def _row_major(shape: torch.Size, stride: tuple[int, ...]) -> bool:
