@@ -234,6 +234,8 @@ def store_rows(ranks: list[int], clients: list[int], work: Path) -> dict[str, li
 def bars(results: Row) -> list[tuple[str, str, str, bool]]:
     rows: list[Row] = results["ranks"]
     found: list[tuple[str, str, str, bool]] = []
+    if not rows:
+        return found
     cases = sorted({r["case"] for r in rows})
     least, most = min(r["ranks"] for r in rows), max(r["ranks"] for r in rows)
 
@@ -343,7 +345,7 @@ def picture(results: Row, path: Path) -> None:
             axis.plot(*zip(*points, strict=True), marker=".", label=case)
         axis.set_title(title, fontsize=10)
         axis.set_xscale("log")
-    axes[0][0].legend(fontsize=7)
+    axes[0][0].legend(fontsize=7) if results["ranks"] else None
     last = axes[1][2]
     for name in dict.fromkeys(r["case"] for r in results.get("dcp", [])):
         points = [(r["ranks"], r["carried_on_s"]) for r in results["dcp"] if r["case"] == name]
