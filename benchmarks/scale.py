@@ -45,7 +45,7 @@ from holdfast.core.manifest import MANIFEST_FILE, Announcement, Receipt, rank_fi
 from holdfast.engine import restore
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.commit import write_manifest
-from holdfast.engine.deadlines import POLL, poll_of
+from holdfast.engine.deadlines import poll_of
 from holdfast.engine.repair import finish
 from holdfast.storage import LocalFolder
 
@@ -224,7 +224,6 @@ def store_rows(ranks: list[int], clients: list[int], work: Path) -> dict[str, li
     driven = []
     for n in clients:
         driven.append(scale_store.drive(n, poll_of(1, n)))
-        driven.append(scale_store.drive(n, POLL))
     return {"counted": counted, "driven": driven}
 
 
@@ -369,7 +368,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--models", nargs="+", choices=("flux", "llama"), default=["flux", "llama"])
     parser.add_argument("--fsdp", type=int, nargs="+", choices=(1, 2), default=[2, 1])
-    parser.add_argument("--clients", type=int, nargs="+", default=[64, 256, 512])
+    parser.add_argument("--clients", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--parts", nargs="+", choices=("ranks", "store", "dcp"), default=["ranks", "store", "dcp"])
     parser.add_argument("--add", action="store_true", help="to the readings that are in `out`")
     args = parser.parse_args()

@@ -156,6 +156,9 @@ def count_steps(world_size: int, steps: int = 20) -> dict[str, float]:
 
 # -- a real store
 
+LONGEST = 30.0
+"""Seconds for which a client looks: a store that does not keep up must not hold the benchmark up for ever."""
+
 
 class Client(SharedStore):
     """One connection of its own, as each thread of the engine has."""
@@ -183,7 +186,7 @@ def clients_main(port: int, clients: int, first: int, poll: float, announcement:
     now = time.monotonic()
     due = [(now + poll * i / clients, i) for i in range(clients)]
     heapq.heapify(due)
-    while due:
+    while due and time.perf_counter() - begun < LONGEST:
         at, i = heapq.heappop(due)
         time.sleep(max(0.0, at - time.monotonic()))
         stores[i].look("1/failed")
