@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import runpy
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 
 from holdfast.engine.extract import open_checkpoint, read_whole
-from holdfast.errors import HoldfastError
 from holdfast.integrations import cpu_ranks
 from holdfast.integrations.accelerate import attach
 from holdfast.testing import RankPool
@@ -60,40 +58,7 @@ class Loop:
         return loss.item(), rate
 
     def local(self) -> list[torch.Tensor]:
-        return [p.to_local() for p in self.model.parameters()]  # type: ignore[attr-defined]
-
-
-# -- a save or a load that hangs
-
-
-class Sour:
-    def state_dict(self) -> dict[str, int]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        if dist.get_rank() == 1:
-            raise ValueError("soured")
-
-
-def wait_long_and_load(folder: Path) -> tuple[float, str]:
-    loop = Loop(folder, more=(Sour(),))
-    loop.step()
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)  # type: ignore[attr-defined]
-    if dist.get_rank() == 0:
-        loop.accelerator.save_state(str(folder / "checkpoint-1"))
-        time.sleep(2.5)  # it merges, exports, uploads
-    loop.accelerator.wait_for_everyone()
-    start = time.monotonic()
-    with pytest.raises(HoldfastError) as raised:
-        loop.accelerator.load_state(str(folder / "checkpoint-1"))
-    return time.monotonic() - start, str(raised.value)
-
-
-def test_a_slow_rank_is_waited_for_and_one_that_cannot_load_ends_the_load_on_all(pool: RankPool, tmp_path: Path) -> None:
-    """The others wait for longer than a collective may take; an error on one rank is one on all, with its name."""
-    for seconds, message in pool.run(wait_long_and_load, 2, tmp_path):
-        assert seconds < 20
-        assert "rank 1" in message and "soured" in message
+        return [p.detach().to_local() for p in self.model.parameters()]  # type: ignore[attr-defined]
 
 
 # -- another run after the resume than before
@@ -186,6 +151,7 @@ def resume_adapter_and_export(folder: Path, version: int) -> None:
     loop.accelerator.wait_for_everyone()
     for _ in range(2):
         loop.step()
+    loop.attached.ready().wait()
     loop.accelerator.load_state(str(folder / "checkpoint-2"))
     after = [p for group in loop.optimizer.param_groups for p in group["params"]]
     assert [(id(p), p.dtype, tuple(p.shape)) for p in after] == before
