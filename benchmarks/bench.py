@@ -91,6 +91,8 @@ def loads(bench: Bench) -> None:
             bench.job("load_rank.py", 2, engine=engine, case="dense", folder=bench.folder(f"kept-{engine}"), step=1)
     kept = bench.folder("kept-holdfast")
     bench.job("load_rank.py", 3, engine="holdfast", case="dense", folder=kept, step=1)
+    shutil.rmtree(kept)
+    bench.job("save_rank.py", 4, engine="holdfast", case="dense", folder=kept, kinds=["plain"], keep=True)
     bench.job("load_rank.py", 1, engine="holdfast", case="dense", folder=kept, step=1)
     shutil.rmtree(kept)
     bench.job("save_rank.py", 2, engine="holdfast", case="dense", wrap="fsdp1", folder=kept, kinds=["plain"], keep=True)
@@ -103,6 +105,7 @@ def runs(bench: Bench) -> None:
         for engine in (*OURS, "dcp.async_save thread", "torch_checkpointing"):
             bench.job("run_cost.py", 2, engine=engine, folder=bench.folder("run"))
         bench.job("beside.py", 1, folder=bench.folder("beside"))
+        bench.job("step_cost.py", 2, folder=bench.folder("steps"))
 
 
 # -- what is shown
@@ -161,7 +164,7 @@ def bars(bench: Bench) -> list[Bar]:
     def load(engine: str, ranks: int, field: str, index: int = -1) -> float:
         rows = [r for r in bench.readings if r["script"] == "load_rank.py" and r.get("engine") == engine and r["ranks"] == ranks]
         rows = [r for r in rows if field in r]
-        return rows[index][field] if index >= 0 and rows else median(r[field] for r in rows)
+        return rows[index][field] if index >= 0 and index < len(rows) else median(r[field] for r in rows[: bench.rounds])
 
     def best(case: str, kind: str, field: str) -> float:
         found = [get(peer, case, kind, field) for peer in PEERS]
@@ -169,7 +172,7 @@ def bars(bench: Bench) -> list[Bar]:
 
     memcpy = median(r["memcpy_s"] for r in bench.readings if r.get("case") == "dense" and r.get("memcpy_s") and r.get("engine") in OURS)
     prototype = limit(bench, "dense", "prototype_s")
-    stall, calm = get("holdfast", "dense", "calm", "stall_s"), get("holdfast overlap", "dense", "calm", "stall_s")
+    stall, calm = get("holdfast", "dense", "calm", "stall_s"), get("holdfast overlap", "dense", "calm", "own_blocked_s")
     durable, cpu = get("holdfast", "dense", "plain", "durable_s"), get("holdfast", "dense", "plain", "cpu_s")
     size = get("holdfast", "dense", "plain", "bytes") / 1e9
     rows: list[tuple[str, str, str, bool]] = []
@@ -195,21 +198,24 @@ def bars(bench: Bench) -> list[Bar]:
     bar("load, cold", "1.25 × sequential read", f"{cold / reading:.2f} × ({cold:.3f} s)", cold <= 1.25 * reading)
     ratio = load("dcp.save", 2, "warm_s") / warm
     bar("load, warm, against dcp.load", "3 × faster", f"{ratio:.1f} × ({warm:.3f} s)", ratio >= 3)
-    same = load("holdfast", 2, "warm_s", 0)
-    for what, ranks, index in (("2 → 3 ranks", 3, 0), ("2 → 1 rank", 1, 0), ("FSDP1 → FSDP2", 2, bench.rounds)):
+    for what, ranks, index in (("2 → 3 ranks", 3, 0), ("4 → 1 rank", 1, 0), ("FSDP1 → FSDP2", 2, bench.rounds)):
         other = load("holdfast", ranks, "warm_s", index) * (min(1.0, ranks / 2))  # one rank reads twice as much as one of two
-        bar(f"load, {what}", "1.5 × the same ranks", f"{other / same:.2f} ×", other <= 1.5 * same)
+        bar(f"load, {what}", "1.5 × the same ranks", f"{other / warm:.2f} ×", other <= 1.5 * warm)
     extra = load("holdfast", 2, "memory")
     bar("memory of a load", "one block (1 MiB)", f"{extra / 2**20:.1f} MiB", extra <= 4 * 2**20)
     staged = get("holdfast", "dense", "plain", "memory") / (size * 1e9 / 2)
     bar("memory of a save", "the rank's state", f"{staged:.2f} × the state", staged <= 1.05)
-    many, slow = get("holdfast overlap", "small", "calm", "stall_s"), get("dcp.save", "small", "plain", "durable_s")
+    many, slow = get("holdfast overlap", "small", "calm", "own_blocked_s"), get("dcp.save", "small", "plain", "durable_s")
     fast = get("holdfast", "small", "plain", "durable_s")
     bar("many small tensors, blocked", "under 20 ms", f"{many * 1e3:.0f} ms", many < 0.02)
     bar("many small tensors, durable", "5 × faster than dcp.save", f"{slow / fast:.1f} ×", slow >= 5 * fast)
     extra_s = {e: median(r["extra_s"] for r in bench.readings if r["script"] == "run_cost.py" and r.get("engine") == e and "extra_s" in r) for e in (*OURS, "dcp.async_save thread", "torch_checkpointing")}
     ours, theirs = min(extra_s[e] for e in OURS), min(v for e, v in extra_s.items() if e not in OURS)
     bar("whole run, extra time", "half of the best peer's", f"{ours:.1f} s; best peer {theirs:.1f} s", ours < 0.5 * theirs)
+    steps = [r for r in bench.readings if r["script"] == "step_cost.py" and "hooks_add_us" in r]
+    each, asked, beat = (median(r[field] for r in steps) for field in ("hooks_add_us", "one_caller_add_us", "heartbeat_us_per_s"))
+    told = f"{each:.0f} µs, heartbeat {beat / 1e4:.2f} % of a core (with one_caller {asked:.0f} µs: one look into the store)"
+    bar("heartbeat and hooks, each step", "under 50 µs", told, each < 50)
     kept = median(r["kept"] for r in bench.readings if r["script"] == "beside.py" and "kept" in r)
     bar("tiny steps beside a save", "85 % of undisturbed", f"{kept:.0%}", kept >= 0.85)
     return [Bar(*row) for row in rows]

@@ -277,6 +277,21 @@ def test_a_shard_of_fsdp2_that_is_replaced_is_found(one_rank: None, monkeypatch:
     assert torch.equal(collect(state).tensors["model.scale"].local, torch.full((4,), 2.0))
 
 
+def test_a_shard_that_fsdp2_takes_from_the_module_only_later_is_found(one_rank: None) -> None:
+    """Assigned before the first forward, which is when FSDP2 looks at what the modules show."""
+    model = Net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    state = registered_with(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state.optimizers.clear()
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    collect(state)
+    model(torch.randn(8, 4)).sum().backward()
+    with torch.no_grad():
+        model.scale.fill_(5.0)
+    agree(state)
+    assert torch.equal(collect(state).tensors["model.scale"].local, torch.full((4,), 5.0))
+
+
 @pytest.mark.parametrize("originals", [True, False])
 def test_a_shard_of_fsdp1_that_is_replaced_is_found(one_rank: None, originals: bool) -> None:
     model = FullyShardedDataParallel(Net(), use_orig_params=originals, device_id=torch.device("cpu"))

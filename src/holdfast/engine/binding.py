@@ -1,11 +1,13 @@
 """What the last collect found, kept for the next save, and the proof that it still holds.
 
 To find, name and describe every tensor costs some microseconds each, and of a state of many tensors next to nothing changes
-between two saves. So the tensors are bound once; a later save reads through the same places (the dicts of every module, FSDP2's
-own parameters, the optimizers' groups and state) and compares what is there with what was there, list by list, in the
-interpreter's own loops. Anything that differs, and the state is collected anew. Nothing is believed from memory: an object
-counts as the same only if it is at the same address and has not died since, and its storage, shape, dtype and device are
-compared, too.
+between two saves. So the tensors are bound once; a later save reads through the same places (the dicts of every module, the
+optimizers' groups and state) and compares what is there with what was there, list by list, in the interpreter's own loops.
+Anything that differs, and the state is collected anew. Nothing is believed from memory: an object counts as the same only if it
+is at the same address and has not died since, and its storage, shape, dtype and device are compared, too.
+
+FSDP2 keeps its shards beside the modules, and takes a new one only from what a module shows (`reset_sharded_param`). So nothing is
+bound unless the modules show just those shards, and then it is enough to see that they still do.
 
 A tensor that its owner lets go is not kept alive: what is held of it is its local data, and the death of the owner (a
 parameter, a buffer, a tensor of an optimizer's state) drops the binding at once.
@@ -17,7 +19,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import attrgetter, call, eq
+from operator import attrgetter, call, eq, is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +33,8 @@ from holdfast.engine.names import fsdp2_groups
 if TYPE_CHECKING:
     from holdfast.engine.collect import Held, Registered
 
-_META = attrgetter("shape", "dtype", "device")
+_LOCAL, _SPEC = attrgetter("_local_tensor"), attrgetter("_spec")
+_META = (attrgetter("shape"), attrgetter("dtype"), attrgetter("device"))
 
 
 @dataclass
@@ -51,6 +54,9 @@ class Found:
 
     groups: dict[str, list[list[str]]] = field(default_factory=dict)
     """By optimizer and group, the names of its parameters."""
+
+    modules: dict[str, weakref.ref[nn.Module]] = field(default_factory=dict)
+    """The modules that keep state of their own kind, by clean name."""
 
     small: dict[str, tuple[TensorSpec, torch.Size]] = field(default_factory=dict)
     """Of the tensors in the small state of the last save."""
@@ -88,44 +94,62 @@ class Binding:
                 self._sharded.append(weakref.ref(owner))
             else:
                 self._plain.append(weakref.ref(owner))
+        # Held, as `found` holds the local data anyway: an object that lives is told by its address.
+        self._locals = [owner._local_tensor for owner in found.owners if isinstance(owner, DTensor)]
         self._specs = [owner._spec for owner in found.owners if isinstance(owner, DTensor)]
-        """Held, as the local data in `found` is, so that their addresses stay theirs."""
-
         found.owners = []
         self._seen = _look(registered, modules)
         known: dict[object, object] = {}
-        self._tensors = [[known.setdefault(value, value) for value in column] for column in self._look_at_tensors()]
+        self._tensors = [[known.setdefault(value, value) for value in column] for column in _columns(self._locals, self._owners(self._plain))]
 
     def release(self) -> None:
-        self.found, self._alive, self._tensors, self._seen, self._specs = None, [], [], [], []
+        self.found, self._alive, self._tensors, self._seen, self._locals, self._specs = None, [], [], [], [], []
 
     def holds(self, registered: Registered) -> Found | None:
         """What was found, if everything is as it was; else None, and this binding is of no more use."""
-        found, tensors, seen = self.found, self._tensors, self._seen
+        found, seen = self.found, self._seen
         if found is None:
             return None
         modules = [m for m in (r() for r in self._modules) if m is not None]
-        if len(modules) == len(self._modules) and _look(registered, modules) == seen and self._same(tensors):
+        if len(modules) == len(self._modules) and _look(registered, modules) == seen and self._same():
             return found
         self.release()
         return None
 
-    def _same(self, tensors: list[list[Any]]) -> bool:
+    def _same(self) -> bool:
+        locals_, specs, tensors = self._locals, self._specs, self._tensors
+        sharded, plain = self._owners(self._sharded), self._owners(self._plain)
+        if (len(sharded), len(plain)) != (len(locals_), len(self._plain)):
+            return False
+        local = list(map(_LOCAL, sharded))
+        if not all(map(is_, local, locals_)) or not all(map(is_, map(_SPEC, sharded), specs)):
+            return False
         # Compared as they come: lists of 20,000 new shapes would call the garbage collector, which takes longer than all this.
-        return all(all(map(eq, now, then)) for now, then in zip(self._look_at_tensors(), tensors, strict=True))
+        return all(all(map(eq, now, then)) for now, then in zip(_columns(local, plain), tensors, strict=True))
 
-    def _look_at_tensors(self) -> Iterator[Iterable[Any]]:
-        """Of sharded tensors the local data, of plain ones where they lie; of both shape, dtype and device."""
-        sharded = [owner for owner in map(call, self._sharded) if owner is not None]
-        plain = [owner for owner in map(call, self._plain) if owner is not None]
-        local = list(map(attrgetter("_local_tensor"), sharded))
-        yield (len(sharded), len(plain))
-        yield map(id, local)
-        yield map(id, map(attrgetter("_spec"), sharded))
-        yield map(_META, local)
-        yield map(_META, plain)
-        yield map(torch.Tensor.data_ptr, plain)
-        yield map(torch.Tensor.stride, plain)
+    @staticmethod
+    def _owners(references: list[weakref.ref[Any]]) -> list[Any]:
+        return [owner for owner in map(call, references) if owner is not None]
+
+
+def _columns(local: list[torch.Tensor], plain: list[torch.Tensor]) -> Iterator[Iterable[Any]]:
+    """Of all tensors shape, dtype and device; of plain ones where they lie."""
+    for tensors in (local, plain):
+        for get in _META:
+            yield map(get, tensors)
+    yield map(torch.Tensor.data_ptr, plain)
+    yield map(torch.Tensor.stride, plain)
+
+
+def shows_its_shards(registered: Registered) -> bool:
+    """Whether the modules show the shards that FSDP2 has of them: after a forward without gradients they may show others."""
+    groups = (group for module in _modules(registered) for group in fsdp2_groups(module))
+    for managed in chain.from_iterable(group.fsdp_params for group in groups):
+        info = managed._module_info
+        places = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+        if any(module._parameters.get(name) is not managed.sharded_param for module, name in places):
+            return False
+    return True
 
 
 def _modules(registered: Registered) -> list[nn.Module]:
@@ -144,7 +168,6 @@ def _parameters(registered: Registered) -> Iterable[torch.Tensor]:
 def _look(registered: Registered, modules: list[nn.Module]) -> list[Any]:
     """Everything that decides which tensors there are and what they are called, as lists that compare fast."""
     dicts = [d for m in modules for d in (m._modules, m._parameters, m._buffers)]
-    managed = chain.from_iterable(group.fsdp_params for m in modules for group in fsdp2_groups(m))
     seen: list[Any] = [
         [(key, id(model)) for key, model in registered.models.items()],
         [(key, id(optimizer)) for key, optimizer in registered.optimizers.items()],
@@ -152,8 +175,8 @@ def _look(registered: Registered, modules: list[nn.Module]) -> list[Any]:
         list(chain.from_iterable(dicts)),
         list(map(id, chain.from_iterable(d.values() for d in dicts))),
         [frozenset(m._non_persistent_buffers_set) for m in modules if m._buffers],
-        list(map(id, map(attrgetter("sharded_param"), managed))),
-        [frozenset(m.parameters_to_ignore) for m in modules if isinstance(m, nn.parallel.DistributedDataParallel)],
+        # An abstract class, for which isinstance would call Python for every module.
+        [frozenset(vars(m)["parameters_to_ignore"]) for m in modules if nn.parallel.DistributedDataParallel in type(m).__mro__],
     ]
     for module in modules:
         if origins := module.__dict__.get(ATTRIBUTE):

@@ -8,6 +8,7 @@ other rank is asked: a rank holds everything that it must write.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from holdfast.core.documents import Json
 from holdfast.core.layout import OptimizerSlot, TensorSpec
 from holdfast.engine import dtypes, statetree
 from holdfast.engine.base import Bases, Origin, origin_of
-from holdfast.engine.binding import Binding, Found
+from holdfast.engine.binding import Binding, Found, shows_its_shards
 from holdfast.engine.fsdp1 import FlatPiece
 from holdfast.engine.names import NamedState, extra_state_modules, join, named_state
 from holdfast.engine.optimizers import OptimizerState, small_state
@@ -107,7 +108,7 @@ def collect(registered: Registered) -> Collected:
             binding.release()
         registered.binding = None
         found, keeps = _find(registered)
-        if keeps:
+        if keeps and shows_its_shards(registered):
             registered.binding = Binding(registered, found)
     fresh: dict[str, Held] = {}
 
@@ -122,9 +123,9 @@ def collect(registered: Registered) -> Collected:
             hold(name, tensor)
     for key, value in registered.stateful.items():
         small[key] = encode_stateful(key, value, hold)
+    alive = ((name, reference()) for name, reference in found.modules.items())
     small["modules"] = {
-        name: encode_stateful(f"modules.{name}", module.get_extra_state(), hold)
-        for name, module in extra_state_modules(registered.models).items()
+        name: encode_stateful(f"modules.{name}", module.get_extra_state(), hold) for name, module in alive if module is not None
     }
     found.settle_small(fresh)
     return Collected(
@@ -143,6 +144,7 @@ def _find(registered: Registered) -> tuple[Found, bool]:
     """Every tensor of the models and optimizers; and whether it may be bound: FSDP1's are cut anew from its shards each time."""
     names = named_state(registered.models)
     found = Found(aliases=names.aliases, volatile=set(names.buffers))
+    found.modules = {name: weakref.ref(module) for name, module in extra_state_modules(registered.models).items()}
 
     def hold(name: str, tensor: torch.Tensor, replicated: bool = False, slot: OptimizerSlot | None = None) -> None:
         held = describe(name, tensor, registered, replicated, slot)
