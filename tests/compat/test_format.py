@@ -1,7 +1,7 @@
 """The format as its page tells it: the reader and the check that stand in docs/format.md are run as they stand there.
 
 They know nothing of Holdfast. What they read is compared with the live objects that were saved, under every way of laying
-out a tensor, and with the hashes of a committed checkpoint of version 1.
+out a tensor, and with the hashes of committed checkpoints of layout versions 1 and 2.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jobs
 import pytest
 import torch
-from compat import make_fixture
+from compat import make_fixture, make_fixture_v2
 from jobs import Job, Result
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -47,6 +47,19 @@ V1_TENSORS = {
     "optimizer.model.gate.weight.exp_avg_sq": "float32 [1, 4] 45a5a92741955bda",
     "optimizer.model.gate.weight.step": "float32 [] d88c86f15bbea365",
 }
+
+V2 = Path(__file__).parent / "v2"
+V2_TENSORS = {
+    "model.adapter.weight": "float32 [3, 4] 5cde964f0a913680",
+    "model.body.changed.bias": "float32 [4] ef5bd072e10525a9",
+    "model.body.changed.weight": "float32 [4, 5] 6a9a958e1d1b9e7b",
+    "model.body.kept.bias": "bfloat16 [5] 4e6fcbaebae9bc93",
+    "model.body.kept.weight": "bfloat16 [5, 4] be7356552f604ac4",
+    "optimizer.model.adapter.weight.exp_avg": "float32 [3, 4] 31adba8dc565a68f",
+    "optimizer.model.adapter.weight.exp_avg_sq": "float32 [3, 4] 8eef4bbb92137f06",
+    "optimizer.model.adapter.weight.step": "float32 [] d88c86f15bbea365",
+}
+V2_NEXT_LOSS = 3.702514410018921
 
 
 @pytest.fixture(scope="module")
@@ -164,3 +177,24 @@ def test_version_1_loads(pool: RankPool, v1: Path, ranks: int) -> None:
         assert step == 2
         assert tensors == V1_TENSORS
         assert counters == {"images": 2, ("odd", 1): float("inf"), "order": [3, 1, None]}
+
+
+def test_the_page_reads_version_2(page: dict[str, Any]) -> None:
+    """Layouts of version 2 name base files. Of the body only the changed bias is in the ranks' files."""
+    tensors = page["read"](V2 / "checkpoint-2", bases=[V2 / "base"])
+    assert {name: make_fixture.fingerprint(value) for name, value in tensors.items()} == V2_TENSORS
+    page["verify"](V2 / "checkpoint-2")
+    written: set[str] = set()
+    for path in (V2 / "checkpoint-2").glob("rank-*.safetensors"):
+        with safe_open(path, "pt") as file:
+            written |= set(file.keys())
+    assert {name for name in written if "body" in name} == {"model.body.changed.bias"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_version_2_is_resumed(pool: RankPool, tmp_path: Path, ranks: int) -> None:
+    """The base lies elsewhere than when it was saved. Every tensor is what it was, and the next loss is that of the run."""
+    shutil.copytree(V2, tmp_path / "v2")
+    resume: Callable[..., Any] = make_fixture_v2.resume
+    results = pool.run(resume, ranks, tmp_path / "v2", tmp_path / "v2" / "base", ranks > 1)
+    assert results == [(2, V2_TENSORS, V2_NEXT_LOSS)] * ranks

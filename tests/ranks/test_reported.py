@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jobs
 import pytest
 import torch
+import torch.distributed as dist
 from compat.foreign import build, optimizer_of, sharded, snapshot, whole_fsdp1
 from jobs import Job, Result
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
+from holdfast.core.manifest import Manifest, rank_file, receipt_file
+from holdfast.engine.verify import verify
 from holdfast.errors import UsageError
+from holdfast.storage import LocalFolder
+from holdfast.testing.faults import Fault, FaultyFolder
 
 if TYPE_CHECKING:
     from holdfast.testing.pool import RankPool
@@ -104,3 +111,38 @@ def test_averaged_weights_and_their_count_come_back_beside_the_live_ones(tmp_pat
     assert any(not torch.equal(t, averaged[f"module.{n}"]) for n, t in live.items())
     assert [n for n, t in model.state_dict().items() if not torch.equal(t, live[n])] == []
     assert [n for n, t in average.state_dict().items() if not torch.equal(t, averaged[n])] == []
+
+
+def ends_with_a_slow_disk(folder: Path) -> list[tuple[int, str]]:
+    """The last save of a run, on a disk that takes twice as long as a collective may, with the other rank in a barrier at once."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    fault = Fault("checkpoint-1", "write", "stall", seconds=4.0) if dist.get_rank() == 0 else None
+    with holdfast.Checkpointer(FaultyFolder(folder, fault), model=DistributedDataParallel(nn.Linear(4, 4))) as checkpointer:
+        checkpointer.save(1)
+        dist.barrier(group)
+    dist.barrier(group)
+    return [(save.step, save.state) for save in checkpointer.saves]
+
+
+def test_a_disk_may_be_slower_than_the_collectives_limit(pool: RankPool, tmp_path: Path) -> None:
+    """C02: nobody waits in a collective for a file."""
+    assert pool.run(ends_with_a_slow_disk, 2, tmp_path) == [[(1, "complete")]] * 2
+    assert (tmp_path / "checkpoint-1" / "manifest.json").exists()
+
+
+def saves_a_step_twice(folder: Path) -> list[tuple[int, str]]:
+    """Each rank is late with its file by another time, so that all are in the folder at different points."""
+    fault = Fault("checkpoint-1", "close", "stall", seconds=0.2 * dist.get_rank())
+    with holdfast.Checkpointer(FaultyFolder(folder, fault), model=DistributedDataParallel(nn.Linear(4, 4))) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.save(1)
+    return [(save.step, save.state) for save in checkpointer.saves]
+
+
+def test_ranks_that_lag_share_a_folder_and_may_save_a_step_again(pool: RankPool, tmp_path: Path) -> None:
+    """C10: one rank commits, nothing is renamed under another's hands, and the second attempt replaces the first as a whole."""
+    assert pool.run(saves_a_step_twice, 4, tmp_path) == [[(1, "complete")] * 2] * 4
+    names = {path.name for path in (tmp_path / "checkpoint-1").iterdir()}
+    attempt = Manifest.parse((tmp_path / "checkpoint-1" / "manifest.json").read_bytes(), "it").attempt
+    assert {name for name in names if name.startswith("rank-")} == {f(r, attempt) for r in range(4) for f in (rank_file, receipt_file)}
+    assert verify(LocalFolder(tmp_path), "checkpoint-1") == []

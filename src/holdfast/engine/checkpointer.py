@@ -27,12 +27,12 @@ from holdfast.engine.onecaller import STOP_INDEX, Boundaries, Note, OneCaller, p
 from holdfast.engine.registration import register
 from holdfast.engine.restore import restore_rng
 from holdfast.engine.resume import Resume, folder_of, survey
-from holdfast.engine.retention import Retention, remove_checkpoint
+from holdfast.engine.retention import Retention, remove_checkpoints
 from holdfast.engine.saver import Saver, StagingLimit, WhenBusy, known
 from holdfast.engine.service import Save, Service
 from holdfast.engine.store import Below, Connections, Store
 from holdfast.engine.watch import IDLE, Request, Watcher, beat_of, say_goodbye
-from holdfast.errors import CheckpointError, DeadlineExceeded, HoldfastError, SaveFailed, UsageError
+from holdfast.errors import DeadlineExceeded, HoldfastError, SaveFailed, UsageError
 from holdfast.storage import LocalFolder, Storage
 
 log = logging.getLogger("holdfast")
@@ -339,7 +339,8 @@ class Checkpointer:
         self._led = True
         first, count = next(iter(self._gate.steps.items()))
         step = self._step_now() + 2
-        self._watcher.post(Request(0, step, {first: count + 2}, -1, 0, stop=True, folder=self.stop_folder(step)))
+        folder = self.stop_folder(step)
+        self._watcher.post(Request(0, step, {first: count + 2}, -1, 0, stop=True, folder=folder, when_busy="wait"))
 
     def _step_now(self) -> int:
         """Optimizer steps done, in the caller's count."""
@@ -436,11 +437,8 @@ class Checkpointer:
             self._saver.verified.add(save.folder)
         if self._rank == 0:
             self.on_complete(save)
-            for old in self.retention.superfluous(survey(self._storage).complete, self._saver.verified):
-                try:
-                    remove_checkpoint(self._storage, old.folder, self._run.nonce)
-                except (CheckpointError, OSError) as error:
-                    log.warning("the old checkpoint %s stays: %s", old.folder, error)
+            old = self.retention.superfluous(survey(self._storage).complete, self._saver.verified)
+            remove_checkpoints(self._storage, old, self._run.nonce)
 
     def _say(self, line: str, level: int = logging.INFO) -> None:
         if self._rank == 0:

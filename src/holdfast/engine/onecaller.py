@@ -41,7 +41,8 @@ GRACE = 1.0
 """Seconds that a request waits for the training thread to come to its next step before the watcher copies beside it."""
 
 BEHIND = 5.0
-"""The same where this rank has made fewer changes outside `step` than the caller: one that only some ranks make never comes."""
+"""The same where this rank has made fewer changes outside `step` than the caller: one that only some ranks make never comes. And for a
+stop, whose changes nobody can count beforehand: they come between the step and `should_stop`."""
 
 KEPT = 64
 """Notes kept since the last optimizer step: more micro-batches than that to a step, and the first ones are forgotten."""
@@ -191,11 +192,14 @@ class OneCaller:
     def beside(self) -> None:
         """On the watcher thread, after each look: requests that the training thread does not come to."""
         for request in self.pending():
+            late = passed(self.gate.steps, request)
+            if not late and not reached(self.gate.steps, request):
+                continue
             seen = self._seen.setdefault(request.index, time.monotonic())
-            grace = BEHIND if self.gate.changes < request.changes else GRACE
+            grace = BEHIND if request.stop or self.gate.changes < request.changes else GRACE
             if not self.idle and time.monotonic() - seen < grace:
                 continue
-            if passed(self.gate.steps, request):
+            if late:
                 self._late(request)
                 continue
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.core.manifest import MANIFEST_FILE, RANK_NAME, REMOVED, Manifest, layout_file, removed_file
-from holdfast.errors import UsageError
+from holdfast.errors import CheckpointError, UsageError
 from holdfast.storage import Storage
 
 log = logging.getLogger("holdfast")
@@ -68,6 +68,15 @@ class Retention:
             sign = 1 if self.best == "min" else -1
             keep.update(sorted(rated, key=lambda order: sign * rated[order])[: self.keep_best])
         return [c for c in reversed(newest_first) if c.order not in keep]
+
+
+def remove_checkpoints(storage: Storage, old: Sequence[Complete], nonce: str) -> None:
+    """Remove them for the run `nonce`; one that cannot be removed, since its folder is a link, say, keeps none of the others."""
+    for each in old:
+        try:
+            remove_checkpoint(storage, each.folder, nonce)
+        except (CheckpointError, OSError) as error:
+            log.warning("the old checkpoint %s stays: %s", each.folder, error)
 
 
 def remove_checkpoint(storage: Storage, folder: str, nonce: str) -> None:

@@ -282,7 +282,10 @@ def _sync_folder(folder: Path) -> None:
     """Make a folder's entries durable. Windows cannot open a folder, some network file systems refuse its fsync."""
     if os.name == "nt":
         return
-    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # a folder that may be written to and not be read
+        return
     try:
         os.fsync(descriptor)
     except OSError as error:
