@@ -115,8 +115,8 @@ def test_averaged_weights_and_their_count_come_back_beside_the_live_ones(tmp_pat
 
 def ends_with_a_slow_disk(folder: Path) -> list[tuple[int, str]]:
     """The last save of a run, on a disk that takes twice as long as a collective may, with the other rank in a barrier at once."""
-    group = dist.new_group(timeout=timedelta(seconds=2))
-    fault = Fault("checkpoint-1", "write", "stall", seconds=4.0) if dist.get_rank() == 0 else None
+    group = dist.new_group(timeout=timedelta(seconds=1.5))
+    fault = Fault("checkpoint-1", "write", "stall", seconds=3.0) if dist.get_rank() == 0 else None
     with holdfast.Checkpointer(FaultyFolder(folder, fault), model=DistributedDataParallel(nn.Linear(4, 4))) as checkpointer:
         checkpointer.save(1)
         dist.barrier(group)

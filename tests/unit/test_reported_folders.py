@@ -64,7 +64,7 @@ def test_an_old_one_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
     with run(FaultyFolder(tmp_path, Fault("checkpoint-3", "write", "stall", seconds=0.5)), keep_last=1) as (checkpointer, _):
         save = checkpointer.save(3)
         assert not save.finished.is_set()
-        shutil.copytree(tmp_path, tmp_path / "seen", ignore=lambda *_: [".holdfast"])
+        shutil.copytree(tmp_path, tmp_path / "seen", ignore=lambda *_: [".holdfast", "seen"])
     assert left(tmp_path) == ["checkpoint-3"]
     with run(tmp_path / "seen") as (checkpointer, _):
         assert checkpointer.resume() == 1

@@ -26,6 +26,9 @@ BLOCK = 1 << 20
 MAX_NOTES = 1024
 """Models that a run can have been given; more notes than that are nobody's."""
 
+MAX_SEQUENCE = 10**15
+"""Runs are counted one by one: a higher number is made up, and would leave none for the runs after it."""
+
 _ATTEMPT = re.compile(r"[0-9a-f]{8,32}-[0-9]{1,12}")
 
 
@@ -112,7 +115,7 @@ class Receipt:
         fields.version(VERSION)
         receipt = cls(
             attempt=_attempt(fields),
-            run_sequence=fields.count("run_sequence"),
+            run_sequence=fields.count("run_sequence", MAX_SEQUENCE),
             save_index=fields.count("save_index"),
             step=fields.count("step"),
             rank=fields.count("rank", MAX_RANKS),
@@ -232,7 +235,7 @@ class Manifest:
         fields.version(VERSION)
         manifest = cls(
             attempt=_attempt(fields),
-            run_sequence=fields.count("run_sequence"),
+            run_sequence=fields.count("run_sequence", MAX_SEQUENCE),
             save_index=fields.count("save_index"),
             step=fields.count("step"),
             world_size=fields.count("world_size", MAX_RANKS),

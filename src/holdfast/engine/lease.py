@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.core.documents import Fields, Json, canonical, parse
+from holdfast.core.manifest import MAX_SEQUENCE
 from holdfast.engine.retention import Complete
 from holdfast.engine.store import Run
 from holdfast.errors import CorruptCheckpoint, SaveFailed, UsageError
@@ -85,6 +86,8 @@ class Lease:
             claim = self._read(f"{_FOLDER}/claim-{claimed}")
             if not claim or _alive(claim) is not False:
                 self._watch(note, claim)
+        if max(last, claimed) >= MAX_SEQUENCE:
+            raise UsageError(f"no number is left for another run in {self._storage.describe()}: give it a folder of its own")
         return max(last, claimed) + 1
 
     def _claim(self, run: Run) -> bool:
@@ -119,7 +122,8 @@ class Lease:
         return True
 
     def _claims(self) -> list[int]:
-        return [int(match[1]) for name in self._storage.names(_FOLDER) if (match := _CLAIM.fullmatch(name))]
+        numbers = (int(match[1]) for name in self._storage.names(_FOLDER) if (match := _CLAIM.fullmatch(name)))
+        return [number for number in numbers if number <= MAX_SEQUENCE]
 
     def _watch(self, note: dict[str, Json], claim: dict[str, Json] | None = None) -> None:
         """Until it is certain that whoever wrote the note, or made the claim, is dead, or has left."""
@@ -196,7 +200,7 @@ class Lease:
 
 def _sequence(note: dict[str, Json]) -> int:
     with contextlib.suppress(CorruptCheckpoint):
-        return Fields(note, _FILE).count("run_sequence")
+        return Fields(note, _FILE).count("run_sequence", MAX_SEQUENCE)
     return 0
 
 
@@ -215,7 +219,7 @@ def _alive(note: dict[str, Json]) -> bool | None:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:
+    except (OSError, OverflowError):
         return None
     return True if pid == os.getpid() else None  # a number that is in use may be another process by now
 
