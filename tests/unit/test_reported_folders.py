@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -57,7 +58,7 @@ def test_an_old_one_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
     """With one to keep, a save that fails costs nothing; while one is being written, the one before it is there and complete."""
     with run(tmp_path, keep_last=1) as (checkpointer, _):
         checkpointer.save(1)
-    failing = run(FaultyFolder(tmp_path, Fault("checkpoint-2", "put manifest", "fail")), keep_last=1)
+    failing = run(FaultyFolder(tmp_path, Fault("checkpoint-2", "write", "fail", errno.ENOSPC)), keep_last=1)
     with pytest.raises(SaveFailed, match="step 2 failed"), failing as (checkpointer, _):
         checkpointer.save(2)
     assert (tmp_path / "checkpoint-1" / "manifest.json").exists()
