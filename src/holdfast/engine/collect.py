@@ -26,6 +26,7 @@ from holdfast.engine import dtypes, statetree
 from holdfast.engine.base import Bases, Origin, origin_of
 from holdfast.engine.binding import Binding, Found, shows_its_shards
 from holdfast.engine.fsdp1 import FlatPiece
+from holdfast.engine.memory import without_collecting
 from holdfast.engine.names import NamedState, extra_state_modules, join, named_state
 from holdfast.engine.optimizers import OptimizerState, small_state
 from holdfast.engine.optimizers import bare_optimizer as bare_optimizer
@@ -107,9 +108,10 @@ def collect(registered: Registered) -> Collected:
         if binding is not None:
             binding.release()
         registered.binding = None
-        found, keeps = _find(registered)
-        if keeps and shows_its_shards(registered):
-            registered.binding = Binding(registered, found)
+        with without_collecting():
+            found, keeps = _find(registered)
+            if keeps and shows_its_shards(registered):
+                registered.binding = Binding(registered, found)
     fresh: dict[str, Held] = {}
 
     def hold(name: str, tensor: torch.Tensor) -> None:
