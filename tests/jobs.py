@@ -55,6 +55,9 @@ class Job:
     resume: bool = True
     compiled: bool = False
     keep_last: int | None = None
+    nodes: tuple[str, ...] = ()
+    """By rank, the name of the folder below `folder` that it sees, as on machines with disks of their own."""
+
     settle: tuple[int, ...] = ()
     """Saves that are waited for before the training goes on."""
 
@@ -164,7 +167,9 @@ def build(sharding: str, width: int = 12) -> nn.Module:
     if sharding == "none":
         return model
     if sharding == "ddp":
-        return DistributedDataParallel(model)
+        # DDP puts its buckets into another order after its first backward, a resumed run one step earlier than the run it resumes. Of
+        # two gradients the sum is the same in any order; of more it is where the buckets stay as they are.
+        return DistributedDataParallel(model, find_unused_parameters=world_size > 2)
     if sharding in FSDP1:
         return wrap(model, **FSDP1[sharding])
     options: dict[str, Any] = {}
@@ -272,7 +277,9 @@ def train(job: Job) -> Result:
     np.random.seed(300 + rank)
     counters = {"samples": 0, ("odd", 1): float("inf")}
     counted = Counted()
-    folder = FaultyFolder(job.folder, job.faults.get(rank)) if job.faults else job.folder
+    root = job.folder / job.nodes[rank] if job.nodes else job.folder
+    root.mkdir(parents=True, exist_ok=True)
+    folder = FaultyFolder(root, job.faults.get(rank)) if job.faults else root
     checkpointer = holdfast.Checkpointer(
         folder, model=called, optimizer=optimizer, lr_scheduler=scheduler, dataloader=loader,
         extra={"counters": counters}, overlap=job.overlap, keep_last=job.keep_last, deadlines=job.deadlines,

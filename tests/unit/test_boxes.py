@@ -93,3 +93,28 @@ def test_finding_a_piece_among_many_ranks_is_local() -> None:
 def test_a_mesh_needs_different_ranks() -> None:
     with pytest.raises(ValueError, match="needs 4 different ranks"):
         Mesh((2, 2), (0, 1, 1, 2))
+
+
+@given(st.data())
+def test_every_folder_holds_what_its_ranks_need(data: st.DataObject) -> None:
+    """Ranks over folders in any way: each piece that a rank holds is written into its folder, by whoever its layout says."""
+    shape = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple))
+    dims = tuple(data.draw(st.sampled_from([REPLICATE, 0, 1])) for _ in shape)
+    world = prod(shape)
+    ranks = tuple(data.draw(st.permutations(range(world))))
+    homes = tuple(data.draw(st.integers(0, 2)) for _ in range(world))
+    whole, tensor = Placement(Mesh(shape, ranks), dims), (4, 5)
+    for rank in range(world):
+        here = whole.beside(rank, homes)
+        coordinate = here.mesh.coordinate(rank)
+        assert coordinate is not None
+        box = here.box(tensor, coordinate)
+        assert box == whole.box(tensor, whole.mesh.coordinate(rank))
+        for replica in range(here.replicas):
+            for writer, piece in here.pieces(tensor, replica, box):
+                assert piece == box
+                assert homes[writer] == homes[rank]
+                assert whole.beside(writer, homes) == here  # it knows of it
+        # Copied together, the folders hold the whole tensor by this layout alone.
+        assert sum(piece.numel for _, piece in here.pieces(tensor, 0, Box.whole(tensor))) == prod(tensor)
+    assert whole.beside(ranks[0], (7,) * world) == whole

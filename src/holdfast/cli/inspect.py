@@ -31,6 +31,7 @@ class Repair:
 
 
 def run_verify(options: Verify) -> int:
+    from holdfast.engine.checkpoint import Checkpoint
     from holdfast.engine.resume import survey
     from holdfast.engine.verify import verify
     from holdfast.errors import IncompatibleCheckpoint
@@ -52,7 +53,8 @@ def run_verify(options: Verify) -> int:
             print(f"UNKNOWN {name}\n        {error.args[0]}")
             unknown += 1
             continue
-        print(f"{'DAMAGED' if damages else 'whole  '} {name}")
+        part = "" if damages else Checkpoint(storage, name).part
+        print(f"{'DAMAGED' if damages else 'whole  '} {name}" + f": what {part} wrote; the others wrote into other folders" * bool(part))
         for damage in damages:
             print(f"        {damage}")
         bad += bool(damages)

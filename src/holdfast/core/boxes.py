@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain, product
 from math import prod
 
 Shape = tuple[int, ...]
@@ -120,6 +121,30 @@ class Placement:
             if dim == REPLICATE:
                 index = index * n + c
         return index
+
+    def beside(self, rank: int, homes: Shape) -> Placement:
+        """What `rank` has to know of the placement where not all ranks write to the same folder: `homes` has a number for each.
+
+        A folder should hold all that its ranks need. Copies that lie in one folder, all ranks of them, write each piece once and
+        share the work; a copy that is spread over folders is written whole by its own ranks. The result is over the ranks that share.
+        """
+        coordinate = self.mesh.coordinate(rank)
+        if not homes or coordinate is None or self.replicas == 1:
+            return self
+        copies: dict[int, list[int]] = {}
+        for at, r in zip(product(*map(range, self.mesh.shape)), self.mesh.ranks, strict=True):
+            copies.setdefault(self.replica(at), []).append(r)
+        own = copies[self.replica(coordinate)]
+        at_home = [c for c in copies.values() if {homes[r] for r in c} == {homes[rank]}]
+        together = at_home if own in at_home else [own]
+        if len(together) == len(copies):
+            return self
+        first = self.dims.index(REPLICATE)  # which of these copies; further dimensions of copies have one index
+        extents = [1 if dim == REPLICATE else n for n, dim in zip(self.mesh.shape, self.dims, strict=True)]
+        before, after = prod(extents[:first]), prod(extents[first:])
+        ranks = (copy[i * after : (i + 1) * after] for i in range(before) for copy in together)
+        extents[first] = len(together)
+        return Placement(Mesh(tuple(extents), tuple(chain.from_iterable(ranks))), self.dims)
 
     def box(self, shape: Shape, coordinate: Shape) -> Box:
         """The part of a tensor of global `shape` that the rank at `coordinate` holds."""

@@ -82,7 +82,8 @@ class Receipt:
     """What one rank wrote in one attempt.
 
     `plain` is one digest over the tensors that every rank writes for itself: where all ranks' agree, they are copies of each
-    other. `blocks` are xxh3-128 hashes of consecutive pieces of `block_size` bytes of the rank's file.
+    other. `blocks` are xxh3-128 hashes of consecutive pieces of `block_size` bytes of the rank's file. `home` is set where the ranks
+    wrote to several folders: the lowest rank that wrote to the same one.
     """
 
     attempt: str
@@ -102,6 +103,7 @@ class Receipt:
     metric: float | None = None
     groups: str | None = None
     bases: tuple[BaseNote, ...] = ()
+    home: int | None = None
 
     def encoded(self) -> bytes:
         document = {"format": RECEIPT_FORMAT, "version": VERSION, **asdict(self), "blocks": list(self.blocks)}
@@ -131,6 +133,7 @@ class Receipt:
             metric=_metric(fields),
             groups=fields.digest("groups") if "groups" in fields.document else None,
             bases=_notes(fields),
+            home=_home(fields),
         )
         if receipt.block_size == 0 or len(receipt.blocks) != -(-receipt.size // receipt.block_size):
             raise CorruptCheckpoint(f"{what}: {len(receipt.blocks)} hashes for {receipt.size} bytes")
@@ -149,11 +152,14 @@ class Announcement:
     receipt: str
     metric: float | None = None
     groups: str | None = None
+    home: int | None = None
 
     @classmethod
     def of(cls, receipt: Receipt) -> Announcement:
         own = digest(receipt.encoded())
-        return cls(receipt.rank, receipt.attempt, receipt.step, receipt.layout, receipt.plain, own, receipt.metric, receipt.groups)
+        return cls(
+            receipt.rank, receipt.attempt, receipt.step, receipt.layout, receipt.plain, own, receipt.metric, receipt.groups, receipt.home
+        )  # fmt: skip
 
     def encoded(self) -> bytes:
         return canonical(_without_none(asdict(self)))
@@ -170,6 +176,7 @@ class Announcement:
             receipt=fields.digest("receipt"),
             metric=_metric(fields),
             groups=fields.digest("groups") if "groups" in fields.document else None,
+            home=_home(fields),
         )
 
 
@@ -179,7 +186,8 @@ class Manifest:
 
     `run_sequence` and `save_index` order checkpoints by when they were requested, whatever their step; `plain_equal` says
     whether the per-rank tensors of all ranks are copies of each other. `metric` is what rank 0's `save` was given, `groups_differ` says
-    that values in the optimizers' parameter groups are not the same on all ranks.
+    that values in the optimizers' parameter groups are not the same on all ranks. `homes` is there where the ranks wrote to several
+    folders, each of which has this manifest: for each rank the lowest one that wrote to the same folder.
     """
 
     attempt: str
@@ -192,6 +200,7 @@ class Manifest:
     plain_equal: bool
     metric: float | None = None
     groups_differ: bool | None = None
+    homes: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, announcements: Sequence[Announcement], run_sequence: int, save_index: int) -> Manifest:
@@ -218,6 +227,7 @@ class Manifest:
             plain_equal=len({a.plain for a in announcements}) == 1,
             metric=first.metric,
             groups_differ=True if len({a.groups for a in announcements}) > 1 else None,
+            homes=_homes(announcements),
         )
 
     @property
@@ -226,7 +236,8 @@ class Manifest:
 
     def encoded(self) -> bytes:
         document: dict[str, Json] = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        return canonical(_without_none(document) | {"layouts": list(self.layouts), "receipts": list(self.receipts)})
+        lists = {"layouts": list(self.layouts), "receipts": list(self.receipts)}
+        return canonical(_without_none(document) | lists | ({"homes": list(self.homes)} if self.homes is not None else {}))
 
     @classmethod
     def parse(cls, data: bytes, what: str) -> Manifest:
@@ -244,10 +255,25 @@ class Manifest:
             plain_equal=fields.get("plain_equal", bool),
             metric=_metric(fields),
             groups_differ=True if fields.document.get("groups_differ") is True else None,
+            homes=fields.counts("homes", MAX_RANKS) if "homes" in fields.document else None,
         )
         if manifest.world_size == 0 or len(manifest.receipts) != manifest.world_size or not manifest.layouts:
             raise CorruptCheckpoint(f"{what}: {len(manifest.receipts)} receipts for {manifest.world_size} ranks")
+        if manifest.homes is not None and len(manifest.homes) != manifest.world_size:
+            raise CorruptCheckpoint(f"{what}: folders of {len(manifest.homes)} ranks for {manifest.world_size}")
         return manifest
+
+
+def _home(fields: Fields) -> int | None:
+    return fields.count("home", MAX_RANKS) if "home" in fields.document else None
+
+
+def _homes(announcements: Sequence[Announcement]) -> tuple[int, ...] | None:
+    """Raises ValueError where some ranks say that they share one folder, and some that there are several."""
+    homes = [a.home for a in announcements if a.home is not None]
+    if homes and len(homes) != len(announcements):
+        raise ValueError("some ranks wrote to one folder for all and some to one of several")
+    return tuple(homes) or None
 
 
 def _without_none(document: dict[str, Json]) -> dict[str, Json]:

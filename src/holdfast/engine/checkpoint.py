@@ -9,10 +9,9 @@ below 0: -1 is the first that the layouts name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from math import prod
 
 from holdfast.core.boxes import Box, Shape
@@ -25,6 +24,7 @@ from holdfast.engine.base_files import BaseFiles
 from holdfast.engine.blocks import BlockFile, Part, read_parts
 from holdfast.engine.plan import STATE_TENSOR
 from holdfast.engine.small import parse_small
+from holdfast.engine.store import name_ranks
 from holdfast.errors import CheckpointNotFound, CorruptCheckpoint
 from holdfast.formats.recognise import NATIVE, recognise
 from holdfast.storage import Storage
@@ -62,7 +62,7 @@ class Checkpoint:
         self.digest = digest(encoded)
         self._receipts: dict[int, Receipt] = {}
         self._headers: dict[int, dict[str, Entry]] = {}
-        self.base_files = BaseFiles(self.where, lambda: self.receipt(0).bases)
+        self.base_files = BaseFiles(self.where, lambda: self.receipt(self.first).bases)
 
     def _no_manifest(self) -> str:
         names = self.storage.names(self.folder)
@@ -77,9 +77,30 @@ class Checkpoint:
         return f"{self.where} is no Holdfast checkpoint: it has no {MANIFEST_FILE} (it holds {', '.join(sorted(names)[:3])})"
 
     @cached_property
+    def here(self) -> Collection[int]:
+        """The ranks whose files lie in this folder: all, unless they wrote to several folders."""
+        every = range(self.manifest.world_size)
+        if self.manifest.homes is None:
+            return every
+        names = set(self.storage.names(self.folder))
+        homes = {home for rank, home in enumerate(self.manifest.homes) if receipt_file(rank, self.manifest.attempt) in names}
+        if not homes:
+            raise CorruptCheckpoint(f"{self.where} has a {MANIFEST_FILE}, and the files of no rank")
+        return frozenset(rank for rank, home in enumerate(self.manifest.homes) if home in homes)
+
+    @property
+    def first(self) -> int:
+        """The rank whose own state is taken where there is none for the rank that asks: the first whose file is here."""
+        return min(self.here)
+
+    @cached_property
     def layouts(self) -> dict[str, Layout]:
+        """Those that the ranks here wrote by."""
         found = {}
-        for key in self.manifest.layouts:
+        keys = self.manifest.layouts
+        if len(self.here) < self.manifest.world_size:
+            keys = tuple(sorted({self.receipt(rank).layout for rank in self.here}))
+        for key in keys:
             encoded = self._get(layout_file(key), key)
             layout = found[key] = Layout.parse(encoded, f"{self.where}/{layout_file(key)}")
             if layout.world_size != self.manifest.world_size:
@@ -109,6 +130,8 @@ class Checkpoint:
     def receipt(self, rank: int) -> Receipt:
         if rank not in self._receipts:
             name = receipt_file(rank, self.manifest.attempt)
+            if rank not in self.here:
+                raise CorruptCheckpoint(self._elsewhere(rank))
             receipt = Receipt.parse(self._get(name, self.manifest.receipts[rank]), f"{self.where}/{name}")
             expected = (self.manifest.attempt, self.manifest.step, rank, self.manifest.world_size, *self.manifest.order)
             found = (receipt.attempt, receipt.step, receipt.rank, receipt.world_size)
@@ -118,6 +141,24 @@ class Checkpoint:
                 raise CorruptCheckpoint(f"{self.where}/{name} names a layout that the manifest does not have")
             self._receipts[rank] = receipt
         return self._receipts[rank]
+
+    @property
+    def part(self) -> str:
+        """`ranks 0 and 1 of 4`, where the others wrote into other folders; else nothing."""
+        ranks = self.manifest.world_size
+        return f"{name_ranks(self.here)} of {ranks}" if len(self.here) < ranks else ""
+
+    def _elsewhere(self, rank: int) -> str:
+        assert self.manifest.homes is not None
+        beside = [r for r, home in enumerate(self.manifest.homes) if home == self.manifest.homes[rank]]
+        return (
+            f"{self.where} has the files of {self.part}, and those of {name_ranks(beside)} were written into another folder: start the "
+            "ranks on the machines that they ran on, or copy the files of all folders into each"
+        )
+
+    def nearest(self, ranks: Iterable[int]) -> int | None:
+        """The first of some ranks whose file is here."""
+        return next((rank for rank in ranks if rank in self.here), None)
 
     def file(self, rank: int) -> BlockFile:
         """The rank's file, or a base's; its size is checked, a rank's blocks are when they are read."""
@@ -179,10 +220,11 @@ class Checkpoint:
         """Whether any file has a tensor: optimizer state of flat units is described wherever it could be."""
         spec = self.tensors[name]
         if spec.shape is None:
-            return any(name in self.header(rank) for rank in range(self.manifest.world_size))
+            return any(name in self.header(rank) for rank in self.here)
         if spec.slot is None or not isinstance(spec.placement, Flat):
             return True
-        return any(name in self.header(rank) for rank in islice(self.writers(spec), 1))
+        writer = self.nearest(self.writers(spec))
+        return writer is not None and name in self.header(writer)
 
     def pieces(self, name: str, spec: TensorSpec, wanted: Box) -> Iterator[Piece]:
         """Every written or named box of a placed or flat tensor that meets `wanted`; the boxes do not overlap."""
@@ -214,7 +256,7 @@ class Checkpoint:
         if spec.base is None:
             return False
         if spec.shape is None:
-            return any(name not in self.header(rank) for rank in range(self.manifest.world_size))
+            return any(name not in self.header(rank) for rank in self.here)
         return any(name not in self.header(rank) for box in wanted for rank in self.writers(spec, box))
 
     def own(self, name: str, rank: int) -> Piece:

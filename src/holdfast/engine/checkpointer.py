@@ -27,7 +27,7 @@ from holdfast.engine.onecaller import STOP_INDEX, Boundaries, Note, OneCaller, p
 from holdfast.engine.registration import register
 from holdfast.engine.restore import restore_rng
 from holdfast.engine.resume import Resume, folder_of, survey
-from holdfast.engine.retention import Retention, remove_checkpoints
+from holdfast.engine.retention import Retention
 from holdfast.engine.saver import Saver, StagingLimit, WhenBusy, known
 from holdfast.engine.service import Save, Service
 from holdfast.engine.store import Below, Connections, Store
@@ -115,6 +115,7 @@ class Checkpointer:
         self._connections = Connections(self._world_size, self._deadlines.store)
         training_store, service_store, watcher_store = (self._connections.another() for _ in range(3))
         self._storage, self._run, self._lease = meet(folder, training_store, self._rank, self._world_size, self._deadlines)
+        self._registered.write_to(self._run.homes)
         self._store = Below(training_store, self._run.nonce)
         self._resumes = 0
         self._reported = 0
@@ -176,7 +177,7 @@ class Checkpointer:
         self._gate.wait()
         self._watcher.enter("resume")
         self._resumes += 1
-        resume = Resume(self._store, self._registered, self._deadlines, self._resumes)
+        resume = Resume(self._store, self._registered, self._deadlines, self._resumes, self._run.leaders)
         start = time.perf_counter()
         if path is None:
             checkpoint = resume.newest(self._storage)
@@ -432,13 +433,13 @@ class Checkpointer:
             self._stop(patience=self._deadlines.goodbye)
 
     def _after_commit(self, save: Save) -> None:
-        """On the service thread, once a save is complete: rank 0 removes what `keep_last` no longer wants."""
+        """On the service thread, once a save is complete: who leads in a folder removes what `keep_last` no longer wants."""
         if self.read_back:
             self._saver.verified.add(save.folder)
         if self._rank == 0:
             self.on_complete(save)
-            old = self.retention.superfluous(survey(self._storage).complete, self._saver.verified)
-            remove_checkpoints(self._storage, old, self._run.nonce)
+        if self._lease is not None:
+            self.retention.apply(self._storage, survey(self._storage).complete, self._saver.verified, self._run.nonce)
 
     def _say(self, line: str, level: int = logging.INFO) -> None:
         if self._rank == 0:

@@ -79,6 +79,9 @@ class Registered:
 
     rank: int
     world_size: int
+    homes: tuple[int, ...] = ()
+    """Where the ranks write to several folders: for each rank the lowest one that writes to the same."""
+
     told: set[str] = field(default_factory=set)
     """Names of the state that was said to be good for the same ranks only."""
 
@@ -93,6 +96,16 @@ class Registered:
 
     def __post_init__(self) -> None:
         self.bases = Bases(self.rank)
+
+    def write_to(self, homes: tuple[int, ...]) -> None:
+        """Where the ranks write to several folders, as was found out when they met: forget who would have written what."""
+        if homes == self.homes:
+            return
+        self.homes = homes
+        self.placements.clear()
+        if self.binding is not None:
+            self.binding.release()
+        self.binding = None
 
 
 def collect(registered: Registered) -> Collected:
@@ -144,7 +157,7 @@ def collect(registered: Registered) -> Collected:
 
 def _find(registered: Registered) -> tuple[Found, bool]:
     """Every tensor of the models and optimizers; and whether it may be bound: FSDP1's are cut anew from its shards each time."""
-    names = named_state(registered.models)
+    names = named_state(registered.models, registered.homes)
     found = Found(aliases=names.aliases, volatile=set(names.buffers))
     found.modules = {name: weakref.ref(module) for name, module in extra_state_modules(registered.models).items()}
 
@@ -221,8 +234,9 @@ def describe(
     if isinstance(tensor, DTensor):
         key: object = (id(tensor.device_mesh), tensor.placements)
         if key not in placements:
-            placements[key] = tensor.device_mesh, dtensor_placement(name, tensor)
-            _refuse_part_of_the_ranks(name, placements[key][1], registered.world_size)
+            placement = dtensor_placement(name, tensor)
+            _refuse_part_of_the_ranks(name, placement, registered.world_size)
+            placements[key] = tensor.device_mesh, placement.beside(registered.rank, registered.homes)
         local = tensor._local_tensor
         spec = TensorSpec(dtypes.name_of(local, name), tuple(tensor.shape), placements[key][1], 0, slot)
         return Held(spec, local)
@@ -241,7 +255,7 @@ def describe(
     if replicated:
         if "ddp" not in placements:
             everybody = Mesh((registered.world_size,), tuple(range(registered.world_size)))
-            placements["ddp"] = None, Placement(everybody, (REPLICATE,))
+            placements["ddp"] = None, Placement(everybody, (REPLICATE,)).beside(registered.rank, registered.homes)
         return Held(TensorSpec(dtype, tuple(tensor.shape), placements["ddp"][1], 0, slot), tensor)
     return Held(TensorSpec(dtype, None, None, 0, slot), tensor)
 

@@ -15,9 +15,14 @@ from holdfast.storage import Storage
 
 
 def write_manifest(
-    storage: Storage, folder: str, announcements: Sequence[Announcement], run_sequence: int, save_index: int
+    storage: Storage,
+    folder: str,
+    announcements: Sequence[Announcement],
+    run_sequence: int,
+    save_index: int,
+    here: Sequence[int] | None = None,
 ) -> Manifest:
-    """Make `folder` a complete checkpoint of these receipts.
+    """Make `folder` a complete checkpoint of these receipts; with `here`, of which these ranks wrote into it.
 
     Idempotent: the same receipts give the same bytes. A manifest that is there already is replaced in one rename, so that
     the folder is a whole checkpoint, old or new, at every instant.
@@ -28,31 +33,42 @@ def write_manifest(
         UnsupportedState: ranks describe the same tensor differently.
     """
     manifest = Manifest.of(announcements, run_sequence, save_index)
-    _check_files(storage, folder, manifest)
-    if len(manifest.layouts) > 1:
-        _check_layouts(storage, folder, announcements)
-    storage.put(f"{folder}/{MANIFEST_FILE}", manifest.encoded())
+    check(storage, folder, manifest, announcements if here is None else [announcements[rank] for rank in here])
+    put(storage, folder, manifest)
     return manifest
+
+
+def put(storage: Storage, folder: str, manifest: Manifest) -> None:
+    storage.put(f"{folder}/{MANIFEST_FILE}", manifest.encoded())
+
+
+def check(storage: Storage, folder: str, manifest: Manifest, announcements: Sequence[Announcement]) -> None:
+    """Whether a manifest may be put into `folder`, into which the ranks of these announcements wrote. (Where there are several, what
+    ranks of different folders have in common is compared by nobody: neither has the other's layout.)"""
+    layouts = {a.layout for a in announcements}
+    _check_files(storage, folder, manifest, [a.rank for a in announcements], layouts)
+    if len(layouts) > 1:
+        _check_layouts(storage, folder, announcements)
 
 
 def manifest_digest(manifest: Manifest) -> str:
     return digest(manifest.encoded())
 
 
-def _check_files(storage: Storage, folder: str, manifest: Manifest) -> None:
-    """One listing: a file that was removed, or that lies on another node's disk, must not be named."""
+def _check_files(storage: Storage, folder: str, manifest: Manifest, ranks: Sequence[int], layouts: set[str]) -> None:
+    """One listing: a file that was removed must not be named."""
     names = set(storage.names(folder))
     absent = [
         rank
-        for rank in range(manifest.world_size)
+        for rank in ranks
         if not {rank_file(rank, manifest.attempt), receipt_file(rank, manifest.attempt)} <= names
     ]
     if absent:
         raise CorruptCheckpoint(
             f"{storage.describe()}/{folder} lacks the files of {name_ranks(absent)} although they were written: "
-            "the folder has to be one that all ranks share, and nobody else may remove files from it"
+            "somebody has removed them"
         )
-    for layout in manifest.layouts:
+    for layout in layouts:
         if layout_file(layout) not in names:
             raise CorruptCheckpoint(f"{storage.describe()}/{folder} lacks {layout_file(layout)} although it was written")
 
@@ -62,11 +78,11 @@ def _check_layouts(storage: Storage, folder: str, announcements: Sequence[Announ
 
     A rank without any state in a flat unit does not know of the others' (and a load finds out if a piece should be missing).
     """
-    by_rank = [a.layout for a in announcements]
-    layouts = {d: Layout.parse(storage.get(f"{folder}/{layout_file(d)}"), layout_file(d)) for d in set(by_rank)}
+    by_rank = {a.rank: a.layout for a in announcements}
+    layouts = {d: Layout.parse(storage.get(f"{folder}/{layout_file(d)}"), layout_file(d)) for d in set(by_rank.values())}
     meshes = {spec.placement.mesh for layout in layouts.values() for spec in layout.tensors.values() if spec.placement is not None}
     # One rank speaks for all that have its layout: there are a few layouts, and thousands of ranks.
-    speakers = {mesh: {by_rank[rank]: rank for rank in reversed(mesh.ranks)} for mesh in meshes}
+    speakers = {mesh: {by_rank[rank]: rank for rank in reversed(mesh.ranks) if rank in by_rank} for mesh in meshes}
     placed = [
         (name, spec, layouts[theirs].tensors.get(name), rank)
         for layout in layouts.values()

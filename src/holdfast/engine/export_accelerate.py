@@ -38,7 +38,7 @@ _PIECE = 8 << 20
 
 def export_accelerate(checkpoint: Checkpoint, folder: Path, sharded: bool) -> list[str]:
     """Write everything of a checkpoint that accelerate knows; returns lines that say what was not written."""
-    state = checkpoint.small(0)["state"]
+    state = checkpoint.small(checkpoint.first)["state"]
     models = _keys(checkpoint, state)
     optimizers = sorted((key.partition(".")[2] for key in state if key.partition(".")[0] == "optimizer"), key=_number)
     for i, key in enumerate(models):

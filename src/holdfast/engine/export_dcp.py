@@ -40,7 +40,7 @@ def export_dcp(checkpoint: Checkpoint, folder: Path) -> list[str]:
     values: Values = {("step",): checkpoint.manifest.step}
     for path, tensor in model_tensors(checkpoint, "model").items():
         tensors["model", *path] = tensor
-    for key in checkpoint.small(0)["state"]:
+    for key in checkpoint.small(checkpoint.first)["state"]:
         kind, _, index = key.partition(".")
         root: KeyPath = (kind, index) if index else (kind,)
         if kind == "optimizer":
@@ -64,7 +64,7 @@ def optimizer_state(checkpoint: Checkpoint, key: str) -> tuple[Tensors, Values]:
     """An optimizer as torch's `get_optimizer_state_dict` gives it: named by parameter."""
     from holdfast.engine.export import optimizer_tensors
 
-    document = checkpoint.small(0)["state"][join("optimizer", key)]
+    document = checkpoint.small(checkpoint.first)["state"][join("optimizer", key)]
     tensors: Tensors = {
         ("state", name.removeprefix("model."), state_key): tensor for name, state_key, tensor in optimizer_tensors(checkpoint, key)
     }
@@ -84,7 +84,7 @@ def optimizer_state(checkpoint: Checkpoint, key: str) -> tuple[Tensors, Values]:
 
 def small_value(checkpoint: Checkpoint, key: str) -> object:
     """The state of one registered object."""
-    return statetree.decode(checkpoint.small(0)["state"][key], key, _resolver(checkpoint))
+    return statetree.decode(checkpoint.small(checkpoint.first)["state"][key], key, _resolver(checkpoint))
 
 
 def _resolver(checkpoint: Checkpoint) -> Any:

@@ -31,7 +31,7 @@ _GENERATORS = {"random_state": "python", "numpy_random_seed": "numpy", "torch_ma
 
 def write_trainer_files(checkpoint: Checkpoint, folder: Path) -> list[str]:
     """Nothing for a checkpoint of another loop; returns lines for people."""
-    if TRAINER_STATE not in checkpoint.small(0)["state"]:
+    if TRAINER_STATE not in checkpoint.small(checkpoint.first)["state"]:
         return []
     state: Any = small_value(checkpoint, TRAINER_STATE)
     own = {key: value for key, value in state.items() if not key.startswith(OWN)}

@@ -45,7 +45,7 @@ def choose_weights(checkpoint: Checkpoint, model: str, ema: bool) -> Weights:
         raise UsageError(f"{checkpoint.where} has no model {model!r}; its tensors begin with {', '.join(keys[:8]) or 'nothing'}")
     if checkpoint.manifest.world_size > 1 and (odd := [n for n, t in weights.tensors.items() if t.rank is not None]):
         more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-        weights.notes.append(f"{odd[0]}{more}: every rank has its own, which may differ; the export has those of rank 0")
+        weights.notes.append(f"{odd[0]}{more}: every rank has its own, which may differ; the export has those of rank {checkpoint.first}")
     return _averaged(checkpoint, weights) if ema else weights
 
 
@@ -65,7 +65,7 @@ def _averaged(checkpoint: Checkpoint, trained: Weights) -> Weights:
     Three forms are known: names as in the model (with `module.` before them, as torch's AveragedModel has), and diffusers'
     `shadow_params`, a list in the order of the optimizer's parameters.
     """
-    keys = sorted(key for key in checkpoint.small(0).get("state", {}) if "ema" in key.lower() and key.startswith("extra."))
+    keys = sorted(key for key in checkpoint.small(checkpoint.first).get("state", {}) if "ema" in key.lower() and key.startswith("extra."))
     if not keys and not any(name.startswith("model.ema.") for name in checkpoint.tensors):
         raise UsageError(
             f"{checkpoint.where} holds no averaged weights: register them as extra={{'ema': ...}} or as a model with the key 'ema'"
@@ -82,7 +82,7 @@ def _averaged(checkpoint: Checkpoint, trained: Weights) -> Weights:
 
 
 def _by_order(checkpoint: Checkpoint, trained: Weights, shadows: dict[str, Stored]) -> dict[str, Stored]:
-    state = checkpoint.small(0)["state"]
+    state = checkpoint.small(checkpoint.first)["state"]
     groups: list[Json] = next((d["groups"] for k, d in state.items() if k.partition(".")[0] == "optimizer"), [])
     names = [name.removeprefix("model.") for group in groups for name in group["params"]]
     if len(names) != len(shadows) or len(groups) != 1:

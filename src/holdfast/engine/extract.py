@@ -73,7 +73,7 @@ def stored(checkpoint: Checkpoint, name: str) -> Stored:
     spec = checkpoint.tensors[name]
     if spec.shape is not None:
         return Stored(name, spec.dtype, spec.shape)
-    for rank in range(checkpoint.manifest.world_size):
+    for rank in sorted(checkpoint.here):
         if name in checkpoint.header(rank) or spec.base is not None:
             return Stored(name, spec.dtype, checkpoint.own(name, rank).whole.size, rank)
     raise CorruptCheckpoint(f"{checkpoint.where}: no rank's file has {name}")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from holdfast.core.boxes import Mesh, Shape
+from holdfast.core.boxes import REPLICATE, Mesh, Placement, Shape
 from holdfast.core.flat import Flat
 from holdfast.errors import UnsupportedState
 
@@ -72,8 +72,8 @@ class FlatUnit:
     shared: tuple[tuple[nn.Parameter, int], ...]
 
 
-def flat_units(model: nn.Module) -> Iterator[FlatUnit]:
-    """The flat parameters of a model that FSDP1 has wrapped, wholly or in part.
+def flat_units(model: nn.Module, homes: Shape = ()) -> Iterator[FlatUnit]:
+    """The flat parameters of a model that FSDP1 has wrapped, wholly or in part; `homes` as in `Placement.beside`.
 
     Raises:
         UnsupportedState: it is laid out in a way that is not understood, with the parameter's name.
@@ -81,7 +81,7 @@ def flat_units(model: nn.Module) -> Iterator[FlatUnit]:
     meshes: dict[object, Mesh] = {}
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel) and getattr(module, "_handle", None) is not None:
-            yield _unit(module, module._handle, meshes)
+            yield _unit(module, module._handle, homes, meshes)
 
 
 def shard_group(module: FullyShardedDataParallel) -> dist.ProcessGroup | None:
@@ -98,14 +98,14 @@ def reshard(module: FullyShardedDataParallel) -> None:
         handle.post_reshard()
 
 
-def _unit(module: FullyShardedDataParallel, handle: Any, meshes: dict[object, Mesh]) -> FlatUnit:
+def _unit(module: FullyShardedDataParallel, handle: Any, homes: Shape, meshes: dict[object, Mesh]) -> FlatUnit:
     flat = handle.flat_param
     try:
         shard = getattr(flat, "_local_shard", None)  # there is none before the first forward
         shard = (flat.data if shard is None else shard).detach()
         groups = module.process_group, getattr(module, "_inter_node_pg", None), handle.uses_sharded_strategy
         if groups not in meshes:  # that of all units, in the usual case: it lists every rank, so it is made once
-            meshes[groups] = _mesh(module, handle)
+            meshes[groups] = Placement(_mesh(module, handle), (REPLICATE, 0)).beside(dist.get_rank(), homes).mesh
         mesh = meshes[groups]
         offsets = _offsets(flat)
         total = int(flat._unpadded_unsharded_size.numel())

@@ -54,21 +54,31 @@ class Lease:
         self.lost: str = ""
         """Who has taken the folder over, once somebody has."""
 
-    def take(self, complete: Sequence[Complete], folder: str, least: int = 1) -> Run:
-        """Own the folder from now on: waits until nobody else does. The run's sequence number is `least` or higher.
+    def take(self, complete: Sequence[Complete], folder: str, least: int = 1, nonce: str | None = None) -> Run:
+        """Own the folder from now on: waits until nobody else does. The run's sequence number is `least` or higher; `nonce` is that
+        of a run that has begun in another folder already.
 
         Raises:
             UsageError: its owner is alive.
         """
         self._storage.make_folder(_FOLDER)
         while True:
-            run = Run.begin(max(self.await_free(complete), least), folder)
+            run = Run.begin(max(self.await_free(complete), least), folder, nonce)
             if self._claim(run):
                 break
         self._put_beat()
         self._thread = threading.Thread(target=self._keep, name="holdfast-lease", daemon=True)
         self._thread.start()
         return run
+
+    def advance(self, sequence: int) -> None:
+        """Another folder of this run has seen later runs: count on from there."""
+        before = self._note["run_sequence"]
+        if sequence > before:
+            self._note["run_sequence"] = sequence
+            self._storage.put(f"{_FOLDER}/claim-{sequence}", canonical(self._note))
+            self._put_beat()
+            self._storage.remove(f"{_FOLDER}/claim-{before}")
 
     def await_free(self, complete: Sequence[Complete]) -> int:
         """Until nobody owns the folder or is about to; returns the next sequence number.

@@ -87,8 +87,8 @@ def join(*parts: str) -> str:
     return ".".join(p for p in parts if p)
 
 
-def named_state(models: Mapping[str, nn.Module]) -> NamedState:
-    """Walk the models and resolve where each parameter's shard is.
+def named_state(models: Mapping[str, nn.Module], homes: tuple[int, ...] = ()) -> NamedState:
+    """Walk the models and resolve where each parameter's shard is; `homes` as in `Placement.beside`.
 
     To be called on the training thread at each save: FSDP replaces parameters (lazy initialisation, offload), and after a
     forward without gradients a module may show its full parameters while the shard is elsewhere.
@@ -105,7 +105,7 @@ def named_state(models: Mapping[str, nn.Module]) -> NamedState:
 
     for key, model in models.items():
         shards = _fsdp2_shards(model)
-        units = list(flat_units(model))
+        units = list(flat_units(model, homes))
         inside, whole_units = _by_module(units), {id(unit.flat) for unit in units}
         for prefix, module, vouched in _walk(model, join("model", key)):
             flat = inside.get(id(module), {})

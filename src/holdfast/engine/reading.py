@@ -60,7 +60,7 @@ class Restore:
         if self.same_world:
             return rank
         if manifest.plain_equal or self.spec(name).slot is None:
-            return rank % manifest.world_size if rank < manifest.world_size else 0
+            return rank if rank in self.checkpoint.here else self.checkpoint.first
         return _equal_copy(self.checkpoint, name)
 
     def check_held(self, name: str, wanted: Box) -> None:
@@ -157,7 +157,7 @@ def _equal_copy(checkpoint: Checkpoint, name: str) -> int:
         IncompatibleCheckpoint: they differ, so that there is no telling what another number of ranks should get.
     """
     first: tuple[int, bytes] | None = None
-    for rank in range(checkpoint.manifest.world_size):
+    for rank in sorted(checkpoint.here):
         entry = checkpoint.header(rank).get(name)
         if entry is None:
             continue

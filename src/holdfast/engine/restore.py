@@ -39,9 +39,9 @@ def match(checkpoint: Checkpoint, registered: Registered) -> Restore:
         CorruptCheckpoint: the checkpoint's documents do not hold.
     """
     same_world = checkpoint.manifest.world_size == registered.world_size
-    small = checkpoint.small(registered.rank if same_world else 0)
+    small = checkpoint.small(registered.rank if same_world else checkpoint.first)
     plan = Restore(checkpoint, registered, small, same_world)
-    names = named_state(registered.models)
+    names = named_state(registered.models, registered.homes)
     _match_models(plan, names)
     for key, optimizer in registered.optimizers.items():
         if join("optimizer", key) not in checkpoint.left:
@@ -86,7 +86,7 @@ def install(plan: Restore) -> None:
 
 
 def restore_rng(plan: Restore) -> None:
-    """This rank's generators as they were saved; those of a rank that the saved run did not have begin anew."""
+    """This rank's generators as they were saved; those of a rank that the saved run did not have, or not here, begin anew."""
     state = _generators(plan)
     if not isinstance(state, int):
         rng.put(state)
@@ -98,11 +98,12 @@ def restore_rng(plan: Restore) -> None:
 def _generators(plan: Restore) -> rng.Generators | int:
     """The states of this rank's generators, or the seed that they begin with."""
     checkpoint, rank = plan.checkpoint, plan.registered.rank
-    if rank < checkpoint.manifest.world_size:
+    if rank in checkpoint.here:
         small = plan.small if plan.same_world else checkpoint.small(rank)
         return rng.parse(small["rng"], f"{checkpoint.where}: generators of rank {rank}")
-    what = f"{checkpoint.where}: generators of rank 0"
-    return rng.seed_for(checkpoint.small(0)["rng"], checkpoint.manifest.step, rank, what)
+    first = checkpoint.first
+    what = f"{checkpoint.where}: generators of rank {first}"
+    return rng.seed_for(checkpoint.small(first)["rng"], checkpoint.manifest.step, rank, what)
 
 
 def _match_models(plan: Restore, names: NamedState) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -252,7 +251,8 @@ class _Matcher:
         boxes = [box for box, _ in self.plan.targets(name, self.names.parameters[name])]
         ranks = list(dict.fromkeys(r for box in boxes for r in checkpoint.writers(spec, box)))
         if not ranks:
-            ranks = list(islice(checkpoint.writers(spec), 1)) or [rank if self.plan.same_world else 0]
+            near = checkpoint.nearest(checkpoint.writers(spec))
+            ranks = [near] if near is not None else [rank if self.plan.same_world else checkpoint.first]
         return sorted(ranks, key=lambda r: (r != rank or not self.plan.same_world, r))
 
     def _present(self, slot: str, holders: list[int]) -> bool:

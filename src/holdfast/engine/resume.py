@@ -45,22 +45,25 @@ def folder_of(step: int) -> str:
     return f"checkpoint-{step}"
 
 
-def _folders(storage: Storage) -> list[str]:
+def checkpoint_folders(storage: Storage) -> list[str]:
     """What may be a checkpoint: by its name, or because a rank has written into it (a script's own name for its folders)."""
     names = (n for n in sorted(storage.names("")) if not n.startswith("."))
     return [n for n in names if _FOLDER.fullmatch(n) or any(RANK_NAME.fullmatch(inner) for inner in storage.names(n))]
 
 
-def tidy(storage: Storage) -> list[str]:
+def tidy(storage: Storage, together: bool = False) -> list[str]:
     """Complete what only lacks its manifest, and remove what dead attempts left; returns what was done, for people.
 
-    Nobody else may be saving to `storage`: for the owner of its lease before its first save, and for `holdfast repair`.
+    Nobody else may be saving to `storage`: for the owner of its lease before its first save, and for `holdfast repair`. Of saves into
+    several folders the parts stay, unless the leaders of these have completed `together` what was whole.
     """
     done = []
-    for name in _folders(storage):
+    for name in checkpoint_folders(storage):
         try:
             if repair.finish(storage, name) is not None:
                 done.append(f"completed {name}: all ranks had written it and only its manifest was missing or damaged")
+            elif not together and repair.is_part(storage, name):
+                done.append(f"left {name} as it is: a part of a save into several folders, which a run on all of them completes or removes")
             elif removed := repair.remove_leftovers(storage, name):
                 done.append(f"removed {len(removed)} files of interrupted saves from {name}")
         except OSError as error:
@@ -83,7 +86,7 @@ def survey(storage: Storage) -> Survey:
     """Look at every checkpoint folder's manifest, and at nothing else."""
     complete: list[Complete] = []
     incomplete, unusable = [], []
-    for name in _folders(storage):
+    for name in checkpoint_folders(storage):
         path = f"{name}/{MANIFEST_FILE}"
         try:
             manifest = Manifest.parse(storage.get(path), f"{storage.describe()}/{path}")
@@ -99,12 +102,14 @@ def survey(storage: Storage) -> Survey:
 
 @dataclass
 class Resume:
-    """One `resume()` of all ranks together. `index` tells it from earlier ones of the same run."""
+    """One `resume()` of all ranks together. `index` tells it from earlier ones of the same run, `leaders` are the ranks that speak for
+    the folders that the ranks see: rank 0 alone, where all see one."""
 
     store: Store
     registered: Registered
     deadlines: Deadlines
     index: int
+    leaders: Sequence[int] = (0,)
     plan: restore.Restore | None = None
     """What was restored, once it was."""
 
@@ -118,10 +123,9 @@ class Resume:
         candidates: list[str] = []
         reasons: list[str] = []
         if self.registered.rank == 0:
-            found = survey(storage)
-            for line in (*found.incomplete, *found.unusable):
-                log.warning("passed over: %s", line)
-            candidates, reasons = [c.folder for c in found.complete], found.unusable
+            candidates, reasons = self._everywhere(storage)
+        elif self.registered.rank in self.leaders:
+            self.store.publish(f"resume/{self.index}/complete/{self.registered.rank}", json.dumps(_digests(storage)).encode())
         for number in range(1 << 30):
             proposal = self._propose(storage, candidates, number, reasons)
             if "none" in proposal:
@@ -138,6 +142,28 @@ class Resume:
                 "Repair or remove them, or start in another folder; nothing was started over"
             )
         return None
+
+    def _everywhere(self, storage: Storage) -> tuple[list[str], list[str]]:
+        """On rank 0: the checkpoints that are complete in all folders, newest first, and what there is to say of others."""
+        found = survey(storage)
+        for line in (*found.incomplete, *found.unusable):
+            log.warning("passed over: %s", line)
+        candidates, reasons = [c.folder for c in found.complete], list(found.unusable)
+        if len(self.leaders) == 1:
+            return candidates, reasons
+        seen = {0: _digests(storage)}
+        for leader in self.leaders[1:]:
+            key = f"resume/{self.index}/complete/{leader}"
+            seen[leader] = json.loads(self._await(key, self.deadlines.agreement, f"rank {leader} did not say what its folder holds"))
+        for folder in sorted({f for there in seen.values() for f in there}):
+            lacking = [leader for leader, there in seen.items() if folder not in there]
+            if lacking or len({there[folder] for there in seen.values()}) > 1:
+                what = f"is not complete in the folder of {name_ranks(lacking)}" if lacking else "is not the same one in all folders"
+                has = name_ranks(leader for leader, there in seen.items() if folder in there)
+                reasons.append(f"{folder} {what} (it is in that of {has}; the ranks see {len(seen)} folders)")
+                log.warning("passed over: %s", reasons[-1])
+                candidates = [c for c in candidates if c != folder]
+        return candidates, reasons
 
     def exactly(self, storage: Storage, folder: str) -> Checkpoint:
         """Continue from this one, which may be another program's, or fail on all ranks."""
@@ -251,6 +277,11 @@ class Resume:
                 raise DeadlineExceeded(f"rank {self.registered.rank}: {problem} within {deadline:.0f} s; look into its log")
             time.sleep(next(pause))
         return value
+
+
+def _digests(storage: Storage) -> dict[str, str]:
+    """The complete checkpoints in a folder and their manifests' digests."""
+    return {c.folder: _digest(storage, c.folder) for c in survey(storage).complete}
 
 
 def _digest(storage: Storage, folder: str) -> str:

@@ -69,14 +69,14 @@ class Retention:
             keep.update(sorted(rated, key=lambda order: sign * rated[order])[: self.keep_best])
         return [c for c in reversed(newest_first) if c.order not in keep]
 
-
-def remove_checkpoints(storage: Storage, old: Sequence[Complete], nonce: str) -> None:
-    """Remove them for the run `nonce`; one that cannot be removed, since its folder is a link, say, keeps none of the others."""
-    for each in old:
-        try:
-            remove_checkpoint(storage, each.folder, nonce)
-        except (CheckpointError, OSError) as error:
-            log.warning("the old checkpoint %s stays: %s", each.folder, error)
+    def apply(self, storage: Storage, complete: Sequence[Complete], verified: set[str], nonce: str) -> None:
+        """Remove what is superfluous, but for what the run `nonce` may be writing again. One that cannot be removed, since
+        its folder is a link, say, keeps none of the others."""
+        for old in self.superfluous(complete, verified):
+            try:
+                remove_checkpoint(storage, old.folder, nonce)
+            except (CheckpointError, OSError) as error:
+                log.warning("the old checkpoint %s stays: %s", old.folder, error)
 
 
 def remove_checkpoint(storage: Storage, folder: str, nonce: str) -> None:

@@ -2,6 +2,9 @@
 
     capture (overlap only) -> file -> receipt -> announcement -> rank 0: all announcements -> manifest -> retention
 
+Where the ranks write to several folders, rank 0 hands the manifest to the ranks that lead in the others, and puts its own, which
+says that the save is complete, when they have theirs.
+
 It waits for no other rank to write its own part; only the manifest needs them all. A failure anywhere is told to all ranks
 through the store, the files of the attempt that a rank wrote are removed by that rank, and the next save starts afresh.
 """
@@ -14,13 +17,13 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from holdfast.core.documents import canonical, digest
-from holdfast.core.manifest import BLOCK, Announcement, Receipt, rank_file
+from holdfast.core.manifest import BLOCK, Announcement, Manifest, Receipt, rank_file
 from holdfast.engine import commit, writer
 from holdfast.engine.blocks import BlockFile
 from holdfast.engine.capture import Staging
@@ -77,6 +80,11 @@ class Job:
     staging: Staging | Windows
     capture: Capture | None
     announced: float | None = None
+    manifest: Manifest | None = None
+    """What this rank has put into its folder, or on rank 0 will, when the other folders have it."""
+
+    parts: list[Announcement] = field(default_factory=list)
+    """Of all ranks, on rank 0."""
 
 
 @dataclass
@@ -117,6 +125,7 @@ class Service:
         self._storage, self._store, self._run = storage, store, run
         self._rank, self._world_size, self._deadlines = rank, world_size, deadlines
         self._before_commit, self._after_commit, self._read_back = before_commit, after_commit, read_back
+        self._leads = run.home(rank) == rank
         self._queue: queue.SimpleQueue[Job | Refusal | Warm | None] = queue.SimpleQueue()
         self._pending: list[Job] = []
         self.staging_free = threading.Event()
@@ -265,6 +274,7 @@ class Service:
             metric=save.metric,
             groups=_groups_digest(job.collected),
             bases=plan.bases.notes,
+            home=self._run.home(self._rank) if self._run.homes else None,
         )
         if self._read_back or save.replaces_verified:
             self._check(BlockFile(self._storage, f"{save.folder}/{name}", plan.image_size, blocks))
@@ -285,6 +295,9 @@ class Service:
                 self._told(save, failure, job)
             elif self._rank == 0 and self._store.add(f"{save.index}/receipts", 0) == self._world_size:
                 self._commit(job)
+            elif self._leads and self._rank != 0 and job.manifest is None and (told := self._store.look(f"{save.index}/manifest")):
+                self._put(job, Manifest.parse(told, f"the manifest of step {save.step}"))
+                self._store.add(f"{save.index}/placed", 1)
             elif self._rank != 0 and self._store.look(f"{save.index}/complete") is not None:
                 self._finish(job)
             elif job.announced is not None and time.perf_counter() - job.announced > self._patience:
@@ -295,31 +308,52 @@ class Service:
     def _out_of_time(self, job: Job) -> None:
         """Rank 0 alone decides that a save has failed once receipts are out: it alone knows that it will not commit."""
         if self._rank == 0:
-            self._fail(job.save, "delivery", DeadlineExceeded(self._missing(job.save)), job)
+            phase = "delivery" if job.manifest is None else "commit"  # or the manifest may be in some of the folders
+            self._fail(job.save, phase, DeadlineExceeded(self._missing(job.save)), job)
         else:
             waited = f"rank 0 has not completed step {job.save.step} within {self._patience:.0f} s"
             error = DeadlineExceeded(f"rank {self._rank} ({self.host}): {waited}; look into its log")
             self._give_up(job.save, error, remove=False, job=job)
 
     def _commit(self, job: Job) -> None:
-        save = job.save
-        told = self._store.gather([f"{save.index}/receipt/{rank}" for rank in range(self._world_size)])
-        announcements = [
-            Announcement.parse(data, f"the announcement of rank {rank} for step {save.step}") for rank, data in enumerate(told)
-        ]
+        """On rank 0: all ranks have announced their part."""
+        save, others = job.save, len(self._run.leaders) - 1
+        if job.manifest is None:
+            job.parts = self._announcements(save, range(self._world_size))
+            job.manifest = Manifest.of(job.parts, self._run.run_sequence, save.index)
+            if others:
+                self._before_commit()
+                self._store.publish(f"{save.index}/manifest", job.manifest.encoded())
+        if others == 0 or self._store.add(f"{save.index}/placed", 0) == others:
+            self._put(job, job.manifest)
+            self._store.publish(f"{save.index}/complete", commit.manifest_digest(job.manifest).encode())
+            self._finish(job)
+        elif job.announced is not None and time.perf_counter() - job.announced > self._patience:
+            self._out_of_time(job)
+
+    def _put(self, job: Job, manifest: Manifest) -> None:
+        """The manifest into this rank's folder, for all that write there."""
         self._before_commit()
-        manifest = commit.write_manifest(self._storage, save.folder, announcements, self._run.run_sequence, save.index)
-        self._store.publish(f"{save.index}/complete", commit.manifest_digest(manifest).encode())
-        try:
-            remove_attempts(self._storage, save.folder, self._run.nonce, save.index, keep=manifest)
-        except (HoldfastError, OSError) as error:
-            log.warning("files of an earlier attempt stay in %s: %s", save.folder, error)
-        self._finish(job)
+        ranks = [rank for rank in range(self._world_size) if self._run.home(rank) == self._rank]
+        parts = [job.parts[rank] for rank in ranks] if job.parts else self._announcements(job.save, ranks)
+        commit.check(self._storage, job.save.folder, manifest, parts)
+        commit.put(self._storage, job.save.folder, manifest)
+        job.manifest = manifest
+
+    def _announcements(self, save: Save, ranks: Sequence[int]) -> list[Announcement]:
+        told = self._store.gather([f"{save.index}/receipt/{rank}" for rank in ranks])
+        named = zip(ranks, told, strict=True)
+        return [Announcement.parse(data, f"the announcement of rank {rank} for step {save.step}") for rank, data in named]
 
     def _finish(self, job: Job) -> None:
         self._pending.remove(job)
         job.save.durable_s = time.perf_counter() - job.save.requested
         job.save.state = "complete"
+        try:
+            if self._leads:
+                remove_attempts(self._storage, job.save.folder, self._run.nonce, job.save.index, keep=job.manifest)
+        except (HoldfastError, OSError) as error:
+            log.warning("files of an earlier attempt stay in %s: %s", job.save.folder, error)
         try:
             self._after_commit(job.save)
             if self._store.add(f"{job.save.index}/seen", 1) == self._world_size:
@@ -330,7 +364,7 @@ class Service:
 
     def _forget(self, index: int) -> None:
         """All ranks have seen how this save ended: its keys may go."""
-        for key in ("receipts", "complete", "failed", "seen", *(f"receipt/{r}" for r in range(self._world_size))):
+        for key in ("receipts", "manifest", "placed", "complete", "failed", "seen", *(f"receipt/{r}" for r in range(self._world_size))):
             self._store.delete(f"{index}/{key}")
 
     def _fail(self, save: Save, phase: str, error: Exception, job: Job | None = None) -> None:
@@ -380,6 +414,10 @@ class Service:
     def _missing(self, save: Save) -> str:
         waited = f"after {self._deadlines.commit:.0f} s"
         absent = [r for r in range(self._world_size) if self._store.look(f"{save.index}/receipt/{r}") is None]
+        if not absent:
+            absent = self._run.leaders[1:]
+            seen = roll_call(self._store, absent, self._world_size)
+            return f"not all of {name_ranks(absent)} put the manifest into their folders {waited}: {seen}"
         seen = roll_call(self._store, absent, self._world_size)
         return (
             f"{name_ranks(absent)} did not deliver {waited}: {seen}. Every rank has to call save({save.step}) (or one, with "

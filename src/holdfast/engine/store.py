@@ -185,10 +185,20 @@ class Run:
     nonce: str
     run_sequence: int
     folder: str
+    homes: tuple[int, ...] = ()
+    """Where they write to several folders: for each rank the lowest one that writes to the same, which leads there."""
 
     @classmethod
-    def begin(cls, run_sequence: int, folder: str) -> Run:
-        return cls(secrets.token_hex(8), run_sequence, folder)
+    def begin(cls, run_sequence: int, folder: str, nonce: str | None = None) -> Run:
+        return cls(nonce or secrets.token_hex(8), run_sequence, folder)
+
+    def home(self, rank: int) -> int:
+        """The rank that leads in the folder of `rank`: the lowest that writes there."""
+        return self.homes[rank] if self.homes else 0
+
+    @property
+    def leaders(self) -> list[int]:
+        return sorted(set(self.homes)) or [0]
 
 
 def shake_hands(store: Store, rank: int, world_size: int, run: Run | None, deadlines: Deadlines) -> Run:

@@ -54,7 +54,7 @@ def bad_blocks(file: BlockFile) -> Iterator[int]:
 
 
 def verify(storage: Storage, folder: str, progress: Callable[[int, int], None] | None = None) -> list[Damage]:
-    """Everything that is wrong with a checkpoint; empty when it is whole.
+    """Everything that is wrong with a checkpoint; empty when it is whole. Of one that lies in several folders, with what is here.
 
     `progress(done, total)` is told of files of ranks.
 
@@ -63,8 +63,8 @@ def verify(storage: Storage, folder: str, progress: Callable[[int, int], None] |
     """
     try:
         checkpoint = Checkpoint(storage, folder)
-        ranks = range(checkpoint.manifest.world_size)
-        assert checkpoint.layouts
+        ranks = sorted(checkpoint.here)
+        _ = checkpoint.layouts
     except CorruptCheckpoint as error:
         return [Damage(None, str(error.args[0]))]
     found: list[Damage] = []

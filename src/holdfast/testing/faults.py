@@ -1,4 +1,4 @@
-"""A storage on which something happens at its N-th operation: the rank is killed, the operation fails or stands still.
+"""A storage on which something happens at its N-th operation: the rank is killed, the operation fails, stands still, or its file is lost.
 
 A fault is data: which operation (by number, counted over those that change something below a folder, or by the beginning
 of what it does, such as `put manifest`), and what happens there.
@@ -16,14 +16,15 @@ from typing import Literal
 
 from holdfast.storage import FileWriter, LocalFolder
 
-Action = Literal["kill before", "kill after", "fail", "stall"]
+Action = Literal["kill before", "kill after", "fail", "stall", "lose", "cut"]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """At one change below `folder` do `action`; `seconds` is how long a stall lasts.
+    """At one change below `folder` do `action`: `seconds` is how long a stall lasts; "lose" removes the file after the operation, and
+    "cut" takes its second half away.
 
-    `operation` is the change's number, from 1, or a verb and the beginning of a file name; the first that fits is struck.
+    `operation` is the change's number, from 1, or a verb and the beginning of a file name; the first `times` that fit are struck.
     """
 
     folder: str
@@ -31,6 +32,7 @@ class Fault:
     action: Action
     error: int = errno.EIO
     seconds: float = 0.0
+    times: int = 1
 
 
 class FaultyFolder(LocalFolder):
@@ -75,7 +77,7 @@ class FaultyFolder(LocalFolder):
             if isinstance(wanted, int):
                 return self.fault if len(self.operations) == wanted else None
             fits = [o for o in self.operations if o.startswith(wanted)]
-            return self.fault if len(fits) == 1 and self.operations[-1] == fits[0] else None
+            return self.fault if 0 < len(fits) <= self.fault.times and self.operations[-1].startswith(wanted) else None
 
 
 class _Moment:
@@ -83,7 +85,7 @@ class _Moment:
 
     def __init__(self, folder: FaultyFolder, path: str, operation: str) -> None:
         self._fault = folder.strike(path, operation)
-        self._path = path
+        self._folder, self._path = folder, path
 
     def __enter__(self) -> None:
         if self._fault is None:
@@ -96,8 +98,14 @@ class _Moment:
             time.sleep(self._fault.seconds)
 
     def __exit__(self, *_: object) -> None:
-        if self._fault is not None and self._fault.action == "kill after":
+        if self._fault is None:
+            return
+        if self._fault.action == "kill after":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif self._fault.action == "lose":
+            (self._folder.root / self._path).unlink()
+        elif self._fault.action == "cut":
+            os.truncate(self._folder.root / self._path, self._folder.size(self._path) // 2)
 
 
 class _FaultyWriter:
