@@ -26,6 +26,8 @@ from save_rank import reset_peak, resident
 
 LENGTH = 48  # tokens of a caption; the system's message has 32 of them
 MB = 1e6
+# Else glibc's heap keeps much of what has been freed, and the peak is of that.
+UNKEPT = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 
 
 def one_rank(warm: Path, base: Path, out: Path, count: int, told: Path) -> None:
@@ -85,7 +87,7 @@ def measure(warm: Path, base: Path, out: Path, count: int, ranks: int, told: Pat
     """Start the ranks, and put together what they tell."""
     told.mkdir()
     command = [sys.executable, __file__, "--captions", str(count), "--as_rank", str(told), str(warm), str(base), str(out)]
-    start_ranks(command, ranks, {})
+    start_ranks(command, ranks, UNKEPT)
     rows = [json.loads(path.read_text(encoding="utf-8")) for path in told.glob("*.json")]
     # Every rank tells how many were missing in the whole job.
     return {name: max(row[name] for row in rows) for name in rows[0]} | {"entries": len(list(out.rglob("*.safetensors")))}
