@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -103,8 +103,7 @@ class SharedStore:
         default = _get_default_store()
         connection = default
         if hasattr(default, "clone"):
-            connection = default.clone()
-            connection.set_timeout(timedelta(seconds=timeout))
+            connection = clone(default, timedelta(seconds=timeout))
         self._host = default  # the server may live in it: rank 0 must not lose it while others still ask
         self._store = dist.PrefixStore(prefix, connection)  # type: ignore[attr-defined]
         self._lock = threading.Lock()
@@ -138,6 +137,16 @@ class SharedStore:
     def delete(self, key: str) -> None:
         with self._lock:
             self._store.delete_key(key)
+
+
+def clone(default: Any, timeout: timedelta) -> Any:
+    """A connection of its own. To a host that is gone it would be tried for as long as the job's collectives may take."""
+    usual = default.timeout
+    default.set_timeout(timeout)
+    try:
+        return default.clone()
+    finally:
+        default.set_timeout(usual)
 
 
 class Below:

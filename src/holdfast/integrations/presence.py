@@ -17,6 +17,8 @@ import threading
 import time
 from typing import Any
 
+import torch.distributed as dist
+
 from holdfast.engine.deadlines import POLL
 from holdfast.engine.store import Store
 
@@ -139,7 +141,10 @@ class Presence:
                     if encoded != told:
                         self._tell.publish(f"script/where/{self.rank}", encoded)
                         told = encoded
-            except RuntimeError as error:  # the store went with the rank that hosted it
+            except dist.DistNetworkError:  # the store went with its host, and torch would write its stack at each look
+                logger.debug("rank %d: the store is gone", self.rank)
+                return
+            except RuntimeError as error:
                 logger.debug("rank %d: the store does not answer: %s", self.rank, error)
 
 

@@ -225,7 +225,8 @@ def on_device(module: nn.Module, device: torch.device, offload: bool) -> Iterato
 
 def _move(module: nn.Module, device: torch.device) -> None:
     """All of it, unless it is there: asking every tensor takes a millisecond, at each step."""
-    if next(module.parameters()).device != device:
+    first = next(module.parameters(), None)
+    if first is None or first.device != device:
         module.to(device)
 
 
