@@ -133,6 +133,8 @@ def test_trainer(llama_folder: Path, tmp_path: Path) -> None:
     trainer = llama_trainer(llama_folder, tmp_path / "trainer")
     trainer.train()
     folder = tmp_path / "trainer/checkpoint-2"
+    (folder / "samples").mkdir()
+    (folder / "runs/december/first").mkdir(parents=True)  # as scripts leave them
     assert recognise(LocalFolder(folder.parent), folder.name) == TRAINER
     position = ["--samples_seen", "4", "--dataset_size", "9", "--seed", "7"]
     assert cli.main(["import", str(folder), str(tmp_path / "out"), *position]) == 0

@@ -52,7 +52,8 @@ def identity_of(storage: Storage, folder: str) -> str:
     for name in storage.names(folder):
         inside = storage.names(f"{folder}/{name}")
         for path in [f"{name}/{n}" for n in inside] or [name]:
-            found[path] = storage.size(f"{folder}/{path}")
+            plain = storage.exists(f"{folder}/{path}")  # a folder, empty or deeper down, counts by its name
+            found[path] = storage.size(f"{folder}/{path}") if plain else None
     return digest(canonical(found))
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holdfast.engine.deadlines import POLL
+from holdfast.engine.deadlines import POLL, poll_of
 from holdfast.engine.store import Store
 
 logger = logging.getLogger("holdfast")
@@ -117,19 +117,28 @@ class Presence:
     def barrier(self) -> None:
         """Until all ranks have come to as many barriers; a rank whose heart has stopped is not waited for. `mark` it before."""
         self._barriers += 1
-        number = self._barriers
-        self._ask.publish(f"script/barrier/{number}/{self.rank}", b"1")
-        missing = set(range(self.world_size)) - {self.rank}
-        beats: dict[int, bytes | None] = {}
-        end = time.monotonic() + SILENCE
-        while missing and time.monotonic() < end:
-            missing = {r for r in missing if self._ask.look(f"script/barrier/{number}/{r}") is None}
-            for r in missing:
-                if (beat := self._ask.look(f"beat/{r}")) != beats.get(r):
-                    beats[r], end = beat, time.monotonic() + SILENCE
-            time.sleep(POLL if missing else 0)
-        if number > 2:  # all have passed the barrier before the last one, or nobody would be here
-            self._ask.delete(f"script/barrier/{number - 2}/{self.rank}")
+        here = f"script/barrier/{self._barriers}"
+        self._ask.publish(f"{here}/{self.rank}", b"1")
+        self._ask.add(here, 1)  # one number tells thousands of ranks that all have come
+        poll, beats = poll_of(self.rank, self.world_size), dict[int, bytes | None]()
+        end = listened = time.monotonic()
+        while self._ask.add(here, 0) < self.world_size:
+            if time.monotonic() >= listened:
+                heard = {r: self._ask.look(f"beat/{r}") for r in self._missing(here)}
+                if any(beat != beats.get(r, b"") for r, beat in heard.items()):
+                    end = time.monotonic() + SILENCE
+                beats, listened = heard, time.monotonic() + SILENCE / 8
+            if time.monotonic() > end:
+                break
+            time.sleep(poll)
+        if self._barriers > 2:  # all have passed the barrier before the last one, or nobody would be here
+            past = f"script/barrier/{self._barriers - 2}"
+            self._ask.delete(f"{past}/{self.rank}")
+            if self.rank == 0:
+                self._ask.delete(past)
+
+    def _missing(self, here: str) -> list[int]:
+        return [r for r in range(self.world_size) if r != self.rank and self._ask.look(f"{here}/{r}") is None]
 
     def _serve(self) -> None:
         told: bytes | None = None
