@@ -90,13 +90,17 @@ def loads(bench: Bench) -> None:
         for engine in ("holdfast", "dcp.save", "torch_checkpointing"):
             bench.job("load_rank.py", 2, engine=engine, case="dense", folder=bench.folder(f"kept-{engine}"), step=1)
     kept = bench.folder("kept-holdfast")
-    bench.job("load_rank.py", 3, engine="holdfast", case="dense", folder=kept, step=1)
-    shutil.rmtree(kept)
+
+    def again(ranks: int) -> None:
+        for _ in range(bench.rounds):
+            bench.job("load_rank.py", ranks, engine="holdfast", case="dense", folder=kept, step=1)
+        shutil.rmtree(kept)
+
+    again(3)
     bench.job("save_rank.py", 4, engine="holdfast", case="dense", folder=kept, kinds=["plain"], keep=True)
-    bench.job("load_rank.py", 1, engine="holdfast", case="dense", folder=kept, step=1)
-    shutil.rmtree(kept)
+    again(1)
     bench.job("save_rank.py", 2, engine="holdfast", case="dense", wrap="fsdp1", folder=kept, kinds=["plain"], keep=True)
-    bench.job("load_rank.py", 2, engine="holdfast", case="dense", folder=kept, step=1)
+    again(2)
     shutil.rmtree(bench.folder("."), ignore_errors=True)
 
 
@@ -161,10 +165,10 @@ def bars(bench: Bench) -> list[Bar]:
     def get(engine: str, case: str, kind: str, field: str, later: bool = True) -> float:
         return save_figure(bench, engine, case, kind, field, later)
 
-    def load(engine: str, ranks: int, field: str, index: int = -1) -> float:
+    def load(engine: str, ranks: int, field: str, after: int = 0) -> float:
+        """Of that many rounds; `after` so many other jobs of as many ranks."""
         rows = [r for r in bench.readings if r["script"] == "load_rank.py" and r.get("engine") == engine and r["ranks"] == ranks]
-        rows = [r for r in rows if field in r]
-        return rows[index][field] if index >= 0 and index < len(rows) else median(r[field] for r in rows[: bench.rounds])
+        return median(r[field] for r in rows[after : after + bench.rounds] if field in r)
 
     def best(case: str, kind: str, field: str) -> float:
         found = [get(peer, case, kind, field) for peer in PEERS]
@@ -172,7 +176,7 @@ def bars(bench: Bench) -> list[Bar]:
 
     memcpy = median(r["memcpy_s"] for r in bench.readings if r.get("case") == "dense" and r.get("memcpy_s") and r.get("engine") in OURS)
     prototype = limit(bench, "dense", "prototype_s")
-    stall, calm = get("holdfast", "dense", "calm", "stall_s"), get("holdfast overlap", "dense", "calm", "own_blocked_s")
+    stall, calm = get("holdfast", "dense", "calm", "own_blocked_s"), get("holdfast overlap", "dense", "calm", "own_blocked_s")
     durable, cpu = get("holdfast", "dense", "plain", "durable_s"), get("holdfast", "dense", "plain", "cpu_s")
     size = get("holdfast", "dense", "plain", "bytes") / 1e9
     rows: list[tuple[str, str, str, bool]] = []
@@ -191,15 +195,15 @@ def bars(bench: Bench) -> list[Bar]:
         bar(f"durable, against {name}", f"{factor} × faster", f"{ratio:.1f} ×", ratio >= factor)
     peer_cpu = best("dense", "plain", "cpu_s")
     bar("CPU seconds per GB", "0.25, a fifth of the best peer", f"{cpu / size:.2f}; best peer {peer_cpu / size:.2f}", cpu / size <= 0.25 and 5 * cpu <= peer_cpu)
-    first = get("holdfast", "dense", "calm", "stall_s", False)
+    first = get("holdfast", "dense", "calm", "own_blocked_s", False)
     bar("first save", "2 × a later one", f"{first / stall:.2f} ×", first <= 2 * stall)
     cold, warm = load("holdfast", 2, "cold_s"), load("holdfast", 2, "warm_s")
     reading = limit(bench, "dense", "read_s")
     bar("load, cold", "1.25 × sequential read", f"{cold / reading:.2f} × ({cold:.3f} s)", cold <= 1.25 * reading)
     ratio = load("dcp.save", 2, "warm_s") / warm
     bar("load, warm, against dcp.load", "3 × faster", f"{ratio:.1f} × ({warm:.3f} s)", ratio >= 3)
-    for what, ranks, index in (("2 → 3 ranks", 3, 0), ("4 → 1 rank", 1, 0), ("FSDP1 → FSDP2", 2, bench.rounds)):
-        other = load("holdfast", ranks, "warm_s", index) * (min(1.0, ranks / 2))  # one rank reads twice as much as one of two
+    for what, ranks, after in (("2 → 3 ranks", 3, 0), ("4 → 1 rank", 1, 0), ("FSDP1 → FSDP2", 2, bench.rounds)):
+        other = load("holdfast", ranks, "warm_s", after) * (min(1.0, ranks / 2))  # one rank reads twice as much as one of two
         bar(f"load, {what}", "1.5 × the same ranks", f"{other / warm:.2f} ×", other <= 1.5 * warm)
     extra = load("holdfast", 2, "memory")
     bar("memory of a load", "one block (1 MiB)", f"{extra / 2**20:.1f} MiB", extra <= 4 * 2**20)

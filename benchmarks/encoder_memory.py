@@ -1,6 +1,6 @@
 """Memory and time of a text encoder that is cut over 1, 2, 4 and 8 ranks while it encodes 200 captions (a table and a line of JSON).
 
-    OMP_NUM_THREADS=1 python benchmarks/encoder_memory.py [--captions 200] [--width 448] [--ranks 1 2 4 8]
+    OMP_NUM_THREADS=1 python benchmarks/encoder_memory.py [--captions 200] [--width 320] [--ranks 1 2 4 8]
 
 What runs is the Flux2 recipe's own encoding with `--fsdp_text_encoder`, with a random Mistral3 in fp32 (of whose 32 layers it reads
 30). The ranks are processes with a gloo group on the cores of this machine. A rank's peak is its resident memory at the highest beyond
@@ -96,7 +96,7 @@ def measure(warm: Path, base: Path, out: Path, count: int, ranks: int, told: Pat
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--captions", type=int, default=200)
-    parser.add_argument("--width", type=int, default=448)
+    parser.add_argument("--width", type=int, default=320)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--as_rank", nargs=4, type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

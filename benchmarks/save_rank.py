@@ -55,7 +55,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--case", choices=CASES, required=True)
     parser.add_argument("--wrap", choices=("fsdp2", "fsdp1", "none"), default="fsdp2")
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["calm", "plain", "calm", "plain", "at_once"])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["calm", "plain", "calm", "plain", "calm", "plain", "at_once"])
     parser.add_argument("--think", type=float, default=1.0, help="seconds that the device computes after a request")
     parser.add_argument("--keep", action="store_true", help="keep the last save")
     return parser.parse_args()
@@ -124,7 +124,7 @@ def main() -> None:
     optimizer.step()
     saves = []
     for i, kind in enumerate(args.kinds, 1):
-        time.sleep(1.0 if i == 1 else 0.3)  # a run saves for the first time long after its first step
+        time.sleep(3.0 if i == 1 else 0.3)  # a run saves for the first time long after its first step, when its staging is there
         dist.barrier()
         reset_peak()
         cpu = cpu_seconds()

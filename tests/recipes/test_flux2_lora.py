@@ -57,12 +57,13 @@ def entries(out: Path, kind: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (out / "cache" / kind).rglob("*.safetensors")}
 
 
-@pytest.mark.parametrize("with_image", [True, False])
-def test_a_run_as_the_command_has_it_is_killed_resumed_and_seen(pool: RankPool, flux2_folder, pair_folder, tmp_path, with_image):
+@pytest.mark.parametrize(("version", "with_image"), [(2, True), (2, False), (1, True)])
+def test_a_run_as_the_command_has_it_is_killed_resumed_and_seen(pool: RankPool, flux2_folder, pair_folder, tmp_path, version, with_image):
     """A sharded text encoder, cached latents, `--offload`, image pairs or images alone; then the LoRA in diffusers' own pipeline."""
+    environment = FSDP if version == 2 else fsdp1_environment(tmp_path)
     image = given_image(pair_folder, tmp_path / "given.png") if with_image else None
     more = {**FLAGS, **(PAIRS if with_image else {}), **SHARDED, "dataset_name": str(pair_folder), "lora_dropout": 0.1}
-    check_killed_and_resumed(pool, flux2_folder, pair_folder, tmp_path, 2, FSDP, more, (LORA,), FLUX2)
+    check_killed_and_resumed(pool, flux2_folder, pair_folder, tmp_path, 2, environment, more, (LORA,), FLUX2)
 
     out = tmp_path / "killed"
     assert len(entries(out, "embeddings")) == 5  # six captions, two alike

@@ -49,8 +49,8 @@ class Found:
     owners: list[torch.Tensor] = field(default_factory=list)
     """For each of `tensors`, in order, the tensor that the model or the optimizer has there. Emptied by `bind`."""
 
-    known: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
-    """By optimizer, whose state each entry of its `state` is: for what is no tensor in it."""
+    others: dict[str, dict[int, tuple[str, ...]]] = field(default_factory=dict)
+    """By optimizer, whose each entry of its `state` is that has more than tensors, by its place there."""
 
     groups: dict[str, list[list[str]]] = field(default_factory=dict)
     """By optimizer and group, the names of its parameters."""

@@ -133,7 +133,7 @@ def collect(registered: Registered) -> Collected:
     small: dict[str, Json] = {}
     for key, optimizer in registered.optimizers.items():
         loose: dict[str, torch.Tensor] = {}
-        small[join("optimizer", key)] = small_state(key, optimizer, found.known[key], found.groups[key], loose)
+        small[join("optimizer", key)] = small_state(key, optimizer, found.others[key], found.groups[key], loose)
         for name, tensor in loose.items():
             hold(name, tensor)
     for key, value in registered.stateful.items():
@@ -185,7 +185,7 @@ def _find(registered: Registered) -> tuple[Found, bool]:
             found.origins[name] = origin
     for key, optimizer in registered.optimizers.items():
         state = OptimizerState(key, optimizer, names, hold, hold_piece)
-        found.known[key], found.groups[key] = state.collect(), state.groups()
+        found.others[key], found.groups[key] = state.collect(), state.groups()
         state.describe_others(found.tensors)
         found.elsewhere |= state.elsewhere
         _tell_once(registered, state.same_ranks_only)

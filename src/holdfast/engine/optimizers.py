@@ -71,18 +71,19 @@ class OptimizerState:
         self.same_ranks_only: list[str] = []
         """State whose tensors cannot be cut anew, by name."""
 
-    def collect(self) -> list[tuple[str, ...]]:
-        """All tensors in the parameters' state. Returns whose each entry of the state is, by name."""
-        holders = []
-        for p, state in self.optimizer.state.items():
+    def collect(self) -> dict[int, tuple[str, ...]]:
+        """All tensors in the parameters' state. Returns whose each entry of the state is that has more than tensors, by its place."""
+        others = {}
+        for place, (p, state) in enumerate(self.optimizer.state.items()):
             known = self.known.get(id(p)) if isinstance(p, torch.Tensor) else None
             if known is None:
                 prefix = join("optimizer", self.key)
                 raise UnsupportedState(f"{prefix}: state under the key {p!r:.60}, which is none of its parameters")
             tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
             found = self._tensors_of_unit(known, tensors) if self._flat(known) else self._tensors(known.names[0], p, tensors)
-            holders.append(tuple(found))
-        return holders
+            if len(tensors) < len(state):
+                others[place] = tuple(found)
+        return others
 
     def groups(self) -> list[list[str]]:
         """The names of the parameters in each group."""
@@ -169,19 +170,20 @@ class OptimizerState:
 def small_state(
     key: str,
     optimizer: torch.optim.Optimizer,
-    holders: Sequence[tuple[str, ...]],
+    others: Mapping[int, tuple[str, ...]],
     groups: Sequence[Sequence[str]],
     loose: dict[str, torch.Tensor],
 ) -> Json:
-    """Param groups and all state that is no tensor; `holders` and `groups` are what `OptimizerState` says of the names.
+    """Param groups and all state that is no tensor; `others` and `groups` are what `OptimizerState` says of the names.
 
     Tensors inside param groups and nested values are added to `loose`.
     """
     prefix = join("optimizer", key)
     values: dict[str, Json] = {}
-    for names, state in zip(holders, optimizer.state.values(), strict=True):
-        rest = {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
-        for name in names if rest else ():
+    states = list(optimizer.state.values()) if others else []
+    for place, names in others.items():
+        rest = {k: v for k, v in states[place].items() if not isinstance(v, torch.Tensor)}
+        for name in names:
             values[name] = statetree.encode(rest, join(prefix, name), join(prefix, name), loose)
     encoded = []
     for i, (members, group) in enumerate(zip(groups, optimizer.param_groups, strict=True)):

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holdfast.engine.deadlines import POLL, poll_of
+from holdfast.engine.deadlines import poll_of
 from holdfast.engine.store import Store
 
 logger = logging.getLogger("holdfast")
@@ -50,6 +50,9 @@ class Presence:
         self._arrived: Place | None = None
         self._ended = False
         self._decided: dict[Counts, bool] = {}
+        self._all_there = False
+        self._ask.publish(f"script/where/{rank}", self._here())
+        self._ask.add("script/present", 1)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="holdfast-presence", daemon=True)
         self._thread.start()
@@ -102,17 +105,23 @@ class Presence:
                 decided = self._ask.look(key)
                 if decided is not None:
                     return decided == b"1"
-                others = [self._where(r) for r in range(self.world_size) if r != self.rank]
-                alone = time.monotonic() > end or any(_gone(place[:2], other) for other in others)
-                if alone or all(other is not None and other["arrived"] == list(place) for other in others):
+                others = self._others()
+                alone = time.monotonic() > end or any(_gone(place[:2], other) for other in others or ())
+                if alone or (others is not None and all(other["arrived"] == list(place) for other in others)):
                     return self._ask.claim(key, b"0" if alone else b"1") == b"1"
-                time.sleep(POLL)
+                time.sleep(poll_of(self.rank, self.world_size))
         finally:
             self._ask.add("script/questions", -1)
 
-    def _where(self, rank: int) -> dict[str, Any] | None:
-        told = self._ask.look(f"script/where/{rank}")
-        return json.loads(told) if told is not None else None
+    def _others(self) -> list[dict[str, Any]] | None:
+        """What the others last told, in few requests; None until all of them have."""
+        self._all_there = self._all_there or self._ask.add("script/present", 0) == self.world_size
+        if not self._all_there:
+            return None
+        return list(map(json.loads, self._ask.gather([f"script/where/{r}" for r in range(self.world_size) if r != self.rank])))
+
+    def _here(self) -> bytes:
+        return json.dumps({"counts": self.counts, "arrived": self._arrived, "ended": self._ended}).encode()
 
     def barrier(self) -> None:
         """Until all ranks have come to as many barriers; a rank whose heart has stopped is not waited for. `mark` it before."""
@@ -145,11 +154,10 @@ class Presence:
         while not self._stop.wait(IDLE):
             try:
                 if self._tell.add("script/questions", 0) > 0:
-                    now = {"counts": self.counts, "arrived": self._arrived, "ended": self._ended}
-                    encoded = json.dumps(now).encode()
-                    if encoded != told:
-                        self._tell.publish(f"script/where/{self.rank}", encoded)
-                        told = encoded
+                    now = self._here()
+                    if now != told:
+                        self._tell.publish(f"script/where/{self.rank}", now)
+                        told = now
             except dist.DistNetworkError:  # the store went with its host, and torch would write its stack at each look
                 logger.debug("rank %d: the store is gone", self.rank)
                 return
@@ -157,8 +165,6 @@ class Presence:
                 logger.debug("rank %d: the store does not answer: %s", self.rank, error)
 
 
-def _gone(counts: Counts, other: dict[str, Any] | None) -> bool:
+def _gone(counts: Counts, other: dict[str, Any]) -> bool:
     """Whether a rank that says so of itself will not come to a forward at `counts`."""
-    if other is None:
-        return False
     return bool(other["ended"]) or tuple(other["counts"]) > counts
