@@ -1,4 +1,4 @@
-"""Memory: how much of the host's a rank may take for its staging, and when not to look for garbage.
+"""Memory: how much of the host's a rank may take for its staging, and where and when not to look for garbage.
 
 Of the host's memory a rank takes what the machine and its control groups leave, shared by the host's ranks.
 """
@@ -87,3 +87,13 @@ def without_collecting() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+@contextmanager
+def imports_set_aside() -> Iterator[None]:
+    """Collect garbage of what is made from here on only: a framework is a million objects that last."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

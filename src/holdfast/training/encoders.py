@@ -44,7 +44,8 @@ class Captions:
         new = {text: key_of("embeddings", text, *self._settings) for text in sorted(set(captions) - self._keys.keys())}
         made = self.cache.prepare({key: text for text, key in new.items()}, self._opened, in_step=self._sharded)
         self._keys |= new
-        give_back_memory()
+        if made:
+            give_back_memory()
         return made
 
     def __call__(self, captions: list[str]) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import DTensor
 
 import holdfast
 from holdfast.engine.fsdp1 import reshard
@@ -246,7 +247,7 @@ def forget_whole_parameters(model: nn.Module) -> None:
 
 def clip_gradients(accelerator: Accelerator, models: list[nn.Module], max_norm: float) -> Any:
     """Scale the gradients of all models together down to `max_norm`; returns their norm before that."""
-    if len(models) == 1:
+    if len(models) == 1 and not any(isinstance(parameter, DTensor) for parameter in models[0].parameters()):
         return accelerator.clip_grad_norm_(models[0].parameters(), max_norm)
     accelerator.unscale_gradients()
     norms = []

@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from holdfast.engine.memory import imports_set_aside
 from holdfast.errors import UsageError
 from holdfast.training.adapters import Adapter
 from holdfast.training.config import DiffusionConfig
@@ -35,6 +36,7 @@ class Text(Protocol):
     def encode(self, captions: Iterable[str]) -> int: ...
 
 
+@imports_set_aside()
 def run(
     config: ConfigT,
     recipe: str,
