@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import peft
@@ -138,3 +140,18 @@ def test_all_ranks_save_and_a_damaged_checkpoint_is_passed_over(tmp_path: Path) 
     final = open_checkpoint(tmp_path / "out" / "final" / "accelerator")
     for name, tensor in expected.items():
         assert torch.equal(tensor, read_whole(final, name)), name
+
+
+def test_a_rank_that_fails_in_the_middle_of_a_load_is_named_and_nobody_waits(tmp_path: Path) -> None:
+    """C03: an object of the script's own raises on rank 1; both ranks end in seconds, and the checkpoint is as it was."""
+    assert run(tmp_path, "all_ranks_trainer.py", "--save_path", "out", "--steps", "2").returncode == 0
+    folder = tmp_path / "out" / "step-2" / "accelerator"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    begun = time.monotonic()
+    failed = run(tmp_path, "all_ranks_trainer.py", "--save_path", "out", "--resume", "--fault", "load")
+    assert failed.returncode == 1
+    assert time.monotonic() - begun < 60
+    assert "ValueError: there is no shard 3 of the data here" in failed.stderr  # rank 1's own
+    assert re.search(r"could not be resumed: .*there is no shard 3 of the data here \(rank 1 on ", failed.stderr)  # rank 0's
+    assert "resumed at" not in failed.stdout
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

@@ -2,7 +2,8 @@
 
 FSDP2 with CPU offload over a flattened context x shard mesh; a frozen text encoder and VAE that FSDP ignores; two towers and a bridge,
 trained whole or through adapters that FSDP ignores, too. The counters are written before the state, `exists()` is asked by each rank, and
-the adapters are gathered. `--fault` makes the planning rank of a distributed save slow or dead, or one rank late, at the last save.
+the adapters are gathered. `--fault` makes the planning rank of a distributed save slow or dead, or one rank late, at the last save, or lets
+one rank fail in the middle of a load.
 """
 
 import argparse
@@ -63,6 +64,20 @@ class Joint(nn.Module):
         return both if self.adapter is None else both + self.adapter(both)
 
 
+class Position:
+    """An object of the script's own in the checkpoint; one rank cannot put it back."""
+
+    def __init__(self, fails):
+        self.fails = fails
+
+    def state_dict(self):
+        return {"shard": 3}
+
+    def load_state_dict(self, state):
+        if self.fails:
+            raise ValueError(f"there is no shard {state['shard']} of the data here")
+
+
 class Trainer:
     def __init__(self, args):
         self.args, self.global_step = args, 0
@@ -82,6 +97,7 @@ class Trainer:
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
         loader = torch.utils.data.DataLoader(torch.arange(256.0).reshape(32, 8) / 256, batch_size=1)
         self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(self.model, optimizer, loader, scheduler)
+        self.accelerator.register_for_checkpointing(Position(args.fault == "load" and self.accelerator.process_index == 1))
 
     def find_latest(self):
         names = os.listdir(self.args.save_path) if os.path.isdir(self.args.save_path) else []
@@ -160,7 +176,7 @@ if __name__ == "__main__":
     parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--fault", choices=("slow", "killed", "late"))
+    parser.add_argument("--fault", choices=("slow", "killed", "late", "load"))
     parser.add_argument("--fault_at", type=int, default=4)
     parser.add_argument("--delay", type=float, default=20)
     Trainer(parser.parse_args()).train()
