@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def tune(flux_folder: Path, out: Path, environment: dict[str, str], precision: s
     )
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = accelerator.prepare_optimizer(torch.optim.AdamW(trained, lr=1e-2), device_placement=False)
-    losses, norms = [], []
+    losses, norms, halves = [], [], []
     with holdfast.Checkpointer(out, model=model, optimizer=optimizer.optimizer) as checkpointer:
         for step in range(3):
             if step == 0:
@@ -65,11 +66,14 @@ def tune(flux_folder: Path, out: Path, environment: dict[str, str], precision: s
             loss = model(**inputs(model), return_dict=False)[0].square().mean()
             accelerator.backward(loss)
             norms.append(float(clip_gradients(accelerator, [model], 1.0)))
+            whole = float(clip_gradients(accelerator, [model], math.inf))
+            clip_gradients(accelerator, [model], whole / 2)
+            halves.append(float(clip_gradients(accelerator, [model], math.inf)) / whole)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
         checkpointer.save(3)
-    return {"losses": losses, "norms": norms, "dtypes": {p.dtype for p in trained}, "trained": sum(p.numel() for p in trained)}
+    return {"losses": losses, "norms": norms, "halves": halves, "dtypes": {p.dtype for p in trained}, "trained": sum(p.numel() for p in trained)}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -94,4 +98,5 @@ def test_an_adapter_is_trained_alone_and_the_same_however_the_base_is_cut(
         assert result["dtypes"] == {torch.float32}
         assert result["losses"] == pytest.approx(single["losses"], rel=1e-5)
         assert result["norms"] == pytest.approx(single["norms"], rel=1e-4)
+        assert result["halves"] == pytest.approx([0.5] * 3, rel=1e-3)
     assert base.keys()

@@ -213,6 +213,22 @@ def test_a_rank_that_comes_late_hears_what_was_decided(monkeypatch: pytest.Monke
         assert b.together() is False
 
 
+def test_a_rank_that_begins_later_is_waited_for() -> None:
+    store = LocalStore()
+    a = Presence(store, store, 0, 2)
+    answers: list[bool] = []
+    asking = threading.Thread(target=lambda: answers.append(a.together()))
+    asking.start()
+    asking.join(0.3)
+    assert (asking.is_alive(), answers) == (True, [])
+    b = Presence(store, store, 1, 2)
+    assert b.together() is True
+    asking.join(5)
+    assert answers == [True]
+    for rank in (a, b):
+        rank.close()
+
+
 def test_a_barrier_waits_for_all() -> None:
     with Two() as (a, b):
         done: list[str] = []
@@ -223,6 +239,28 @@ def test_a_barrier_waits_for_all() -> None:
         b.barrier()
         waiting.join(5)
         assert done == ["a"]
+
+
+def test_a_barrier_waits_for_a_rank_as_long_as_its_heart_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence_module, "SILENCE", 0.8)
+    store = LocalStore()
+    rank = Presence(store, store, 0, 2)
+    waiting = threading.Thread(target=rank.barrier)
+    waiting.start()
+    for beat in range(16):  # twice the silence
+        store.publish("beat/1", str(beat).encode())
+        waiting.join(0.1)
+        assert waiting.is_alive()
+    waiting.join(5)
+    assert not waiting.is_alive()
+    rank.close()
+
+
+def test_barriers_leave_no_keys_behind() -> None:
+    with Two() as (a, b):
+        for _ in range(5):
+            at_once(a.barrier, b.barrier)
+        assert {key.split("/")[2] for key in a._ask._values if key.startswith("script/barrier/")} == {"4", "5"}
 
 
 # -- a forward on one rank alone

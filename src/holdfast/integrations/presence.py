@@ -33,6 +33,9 @@ PATIENCE = 60.0
 SILENCE = 120.0
 """Seconds without a heartbeat after which a rank is not waited for in a barrier any more."""
 
+LISTENS = 8
+"""Times in `SILENCE` that a rank which waits in a barrier asks for the heartbeats of those that are missing, by name."""
+
 Counts = tuple[int, int]
 """Training forwards entered, and since then barriers and rounds through loaders."""
 
@@ -130,13 +133,13 @@ class Presence:
         self._ask.publish(f"{here}/{self.rank}", b"1")
         self._ask.add(here, 1)  # one number tells thousands of ranks that all have come
         poll, beats = poll_of(self.rank, self.world_size), dict[int, bytes | None]()
-        end = listened = time.monotonic()
+        end = listen = time.monotonic()
         while self._ask.add(here, 0) < self.world_size:
-            if time.monotonic() >= listened:
+            if time.monotonic() >= listen:
                 heard = {r: self._ask.look(f"beat/{r}") for r in self._missing(here)}
                 if any(beat != beats.get(r, b"") for r, beat in heard.items()):
                     end = time.monotonic() + SILENCE
-                beats, listened = heard, time.monotonic() + SILENCE / 8
+                beats, listen = heard, time.monotonic() + SILENCE / LISTENS
             if time.monotonic() > end:
                 break
             time.sleep(poll)

@@ -246,7 +246,10 @@ def forget_whole_parameters(model: nn.Module) -> None:
 
 
 def clip_gradients(accelerator: Accelerator, models: list[nn.Module], max_norm: float) -> Any:
-    """Scale the gradients of all models together down to `max_norm`; returns their norm before that."""
+    """Scale the gradients of all models together down to `max_norm`; returns their norm before that.
+
+    Under FSDP2 torch's own would sum the norm over the ranks once for the scale, and once more for whoever looks at it.
+    """
     if len(models) == 1 and not any(isinstance(parameter, DTensor) for parameter in models[0].parameters()):
         return accelerator.clip_grad_norm_(models[0].parameters(), max_norm)
     accelerator.unscale_gradients()
